@@ -1,0 +1,115 @@
+"""Page tables: which cached tokens a request reads.
+
+A cache is `[num_pages, page_size, H_kv, D]`. Row r of a page table names the pages of request r in order, and exactly
+its first `cache_seqlens[r]` tokens are read: token n lies in page `page_table[r, n // page_size]` at offset
+`n % page_size`. A page is the unit of addressing, a token the unit of meaning; entries past the length hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def pages_needed(length: int | torch.Tensor, page_size: int) -> int | torch.Tensor:
+    """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor."""
+    return (length + page_size - 1) // page_size
+
+
+def build_page_table(lengths: Sequence[int], page_size: int, *, first_page: int = 0) -> torch.Tensor:
+    """Page table giving each request its own consecutive pages, requests one after another.
+
+    Args:
+        lengths: tokens per request.
+        page_size: tokens per page.
+        first_page: id of the first page handed out.
+
+    Returns:
+        `[R, max_pages]` int32; entries that no token needs are -1.
+
+    Raises:
+        ValueError: a negative length, or a page size below 1.
+    """
+    _check_page_size(page_size)
+    if any(n < 0 for n in lengths):
+        raise ValueError(f"lengths: expected numbers >= 0, given {list(lengths)}")
+    pages = torch.tensor([pages_needed(n, page_size) for n in lengths], dtype=torch.int64)
+    column = torch.arange(int(pages.max()) if len(pages) else 0)
+    table = first_page + (pages.cumsum(0) - pages)[:, None] + column
+    return torch.where(column < pages[:, None], table, -1).to(torch.int32)
+
+
+def dense_page_table(batch: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Page table `[batch, 1]` int32 that reads a dense `[B, L, H_kv, D]` tensor as a cache of one page per request."""
+    return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+
+
+def token_slots(page_table: torch.Tensor, row: int, length: int, page_size: int) -> torch.Tensor:
+    """Flat slots `page * page_size + offset` of the first `length` tokens of one row, `[length]` int64.
+
+    Raises:
+        ValueError: the row names too few pages for `length`.
+    """
+    _check_page_size(page_size)
+    if not 0 <= length <= page_table.shape[1] * page_size:
+        raise ValueError(
+            f"length: expected 0 to {page_table.shape[1] * page_size} tokens for {page_table.shape[1]} pages of {page_size}, "
+            f"given {length}"
+        )
+    token = torch.arange(length, device=page_table.device)
+    return page_table[row].long()[token // page_size] * page_size + token % page_size
+
+
+def shared_prefix_len(
+    page_table: torch.Tensor, cache_seqlens: torch.Tensor, computed_lens: torch.Tensor, page_size: int
+) -> int:
+    """Tokens at the start that all requests demonstrably read from the same pages.
+
+    The longest run of equal page ids over all rows, at most the smallest computed length, floored to whole pages.
+    Equality of ids is the only proof: a reference counter cannot tell who holds a reference.
+
+    Args:
+        page_table: `[R, max_pages]` int32.
+        cache_seqlens: `[R]` int32, tokens in each row.
+        computed_lens: `[R]` int32, tokens whose keys are already in the cache.
+        page_size: tokens per page.
+    """
+    _check_page_size(page_size)
+    if page_table.dim() != 2 or not page_table.shape[0] == len(cache_seqlens) == len(computed_lens):
+        raise ValueError(
+            f"page_table, cache_seqlens, computed_lens: expected [R, max_pages], [R], [R], given "
+            f"{tuple(page_table.shape)}, {tuple(cache_seqlens.shape)}, {tuple(computed_lens.shape)}"
+        )
+    if page_table.shape[0] == 0:
+        return 0
+    limit = int(torch.minimum(cache_seqlens, computed_lens).min())
+    same = (page_table == page_table[0]).all(0)[: max(limit, 0) // page_size]
+    return int(same.long().cumprod(0).sum()) * page_size
+
+
+def check_page_table(
+    page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int, page_size: int
+) -> None:
+    """Raise ValueError unless every length fits its row and every page that is read exists. Reads the values back."""
+    capacity = page_table.shape[1] * page_size
+    wrong = (cache_seqlens < 0) | (cache_seqlens > capacity)
+    if wrong.any():
+        r = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"cache_seqlens: expected 0 to {capacity} tokens ({page_table.shape[1]} pages of {page_size}), "
+            f"given {int(cache_seqlens[r])} for request {r}"
+        )
+    used = torch.arange(page_table.shape[1], device=page_table.device) < pages_needed(cache_seqlens.long(), page_size)[:, None]
+    wrong = used & ((page_table < 0) | (page_table >= num_pages))
+    if wrong.any():
+        r, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table: expected page ids from 0 to {num_pages - 1}, given {int(page_table[r, column])} "
+            f"for request {r}, page {column}"
+        )
+
+
+def _check_page_size(page_size: int) -> None:
+    if page_size < 1:
+        raise ValueError(f"page_size: expected a number >= 1, given {page_size}")

@@ -1,0 +1,130 @@
+"""Where kernels run, decided in one place.
+
+Triton reads TRITON_INTERPRET when `@triton.jit` decorates a function, its own standard library included, so the
+switch has to be set before Triton is imported. Importing this module sets it: interpreted when the machine shows no
+GPU, compiled otherwise, and never against a value the user has set. It imports neither Triton nor a GPU context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+import torch
+
+SWITCH = "TRITON_INTERPRET"
+BACKENDS = ("auto", "triton", "torch")
+
+if SWITCH not in os.environ and torch.cuda.device_count() == 0:
+    os.environ[SWITCH] = "1"
+
+_checked = contextvars.ContextVar("cascade_lab_checked", default=True)
+
+
+def device() -> torch.device:
+    """The device to place tensors on: the current GPU when kernels are compiled for one, else the CPU."""
+    return torch.device("cuda" if triton_mode() == "compiled" and torch.cuda.device_count() > 0 else "cpu")
+
+
+def device_reason() -> str:
+    """One phrase saying why `device()` is what it is."""
+    if torch.cuda.device_count() == 0:
+        return "no GPU found"
+    return "a GPU was found" if device().type == "cuda" else f"{SWITCH} asks for the interpreter"
+
+
+def triton_mode() -> str:
+    """How Triton kernels run in this process: "compiled", "interpreted", or "absent" when Triton is not installed."""
+    if sys.modules.get("triton", ...) is None or importlib.util.find_spec("triton") is None:
+        return "absent"
+    return "interpreted" if os.environ.get(SWITCH, "0").lower() in ("1", "true", "on", "yes", "y") else "compiled"
+
+
+def require_triton() -> None:
+    """Import Triton in the mode of this process.
+
+    Raises:
+        RuntimeError: Triton is missing, or was imported earlier under the other value of TRITON_INTERPRET.
+    """
+    try:
+        import triton
+        from triton.runtime.jit import JITFunction
+    except ImportError as error:
+        raise RuntimeError(
+            "backend='triton' needs the triton package, which could not be imported; backend='torch' works without it"
+        ) from error
+    loaded_compiled = isinstance(triton.language.standard.cdiv, JITFunction)
+    if loaded_compiled != (triton_mode() == "compiled"):
+        loaded = "compiled" if loaded_compiled else "interpreted"
+        raise RuntimeError(
+            f"triton was imported in {loaded} mode before {SWITCH} took its present value "
+            f"{os.environ.get(SWITCH)!r}: import cascade_lab before triton, or set {SWITCH} before Python starts"
+        )
+
+
+def pick_backend(backend: str, tensor: torch.Tensor) -> str:
+    """Resolve "auto" by the device of `tensor`, and refuse a backend that cannot run there.
+
+    Args:
+        backend: "auto" (Triton for CUDA tensors, torch for CPU tensors), "triton" or "torch".
+        tensor: any input of the call.
+
+    Raises:
+        ValueError: unknown name.
+        RuntimeError: Triton is asked for and is missing, or runs in a mode that cannot take the tensor's device.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, given {backend!r}")
+    on_gpu = tensor.device.type == "cuda"
+    if backend == "auto":
+        backend = "triton" if on_gpu else "torch"
+    if backend == "triton":
+        require_triton()
+        if not on_gpu and triton_mode() == "compiled":
+            raise RuntimeError(
+                f"backend='triton' on {tensor.device.type} tensors runs in Triton's interpreter, but kernels are compiled "
+                f"in this process; start Python with {SWITCH}=1, or use backend='torch'"
+            )
+    return backend
+
+
+def checks_enabled() -> bool:
+    """False inside `unchecked()`: checks that would read device memory back are skipped."""
+    return _checked.get()
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Skip the checks that read tensors' values back (page indices, lengths), as CUDA graph capture needs.
+
+    Shapes, dtypes, devices and strides are still checked. Wrong values inside are undefined behaviour.
+    """
+    token = _checked.set(False)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+def provenance() -> dict[str, str]:
+    """What ran: versions, platform, device and Triton mode, as strings for a record or a notebook's last cell."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "triton", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    where = device()
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else platform.machine()
+    return versions | {
+        "system": platform.system(),
+        "device": f"{where.type} ({name})",
+        "cores": str(os.cpu_count()),
+        "triton mode": triton_mode(),
+    }

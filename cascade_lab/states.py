@@ -1,0 +1,365 @@
+"""Attention states and their merge (claim 1).
+
+A state is what attention over one key set leaves behind: o = sum_j e^(s_j - lse) v_j and lse = log sum_j e^s_j, the
+natural log of the summed exponentials of the scaled scores. States over disjoint key sets A and B merge exactly:
+
+    lse = log(e^lse_A + e^lse_B),    o = e^(lse_A - lse) o_A + e^(lse_B - lse) o_B.
+
+(o = 0, lse = -inf) is the neutral element. Nothing here knows where a state came from: that is `attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from cascade_lab import runtime
+
+LN2 = math.log(2.0)
+OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class State(NamedTuple):
+    """Attention over one key set.
+
+    Attributes:
+        o: `[T, H, D]`, the normalised output; exactly 0 in a row without keys.
+        lse: `[T, H]` float32 (float64 if an input is), natural log of the sum of exp(scaled score); exactly -inf in a
+            row without keys.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
+
+
+def merge_state(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_lse: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> State:
+    """Merge two states over disjoint key sets into the state over their union.
+
+    Args:
+        o_a, o_b: `[T, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with unit last stride.
+        lse_a, lse_b: `[T, H]` float32 (float64 on the torch backend), natural log, any strides: a transposed `[H, T]`
+            tensor is read in place. -inf and +inf both mean "no keys"; NaN propagates.
+        out, out_lse: where to write, `[T, H, D]` and `[T, H]`; each may be one of the inputs, whole.
+        out_dtype: dtype of o; default the promoted dtype of o_a and o_b, or the dtype of `out`.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        State. Differentiable in all four inputs on every backend.
+
+    Raises:
+        TypeError: an argument that is not a tensor, or has an unsupported dtype.
+        ValueError: rank, shape, device or stride does not fit, or `out` overlaps an input without being that input.
+
+    The formula is the combination step of blocked softmax: Milakov and Gimelshein (2018), arXiv:1805.02867.
+    """
+    _check_state("o_a", o_a, "lse_a", lse_a)
+    _check_state("o_b", o_b, "lse_b", lse_b)
+    _check_same("o_b", o_b, "o_a", o_a)
+    out_dtype = _resolve_out_dtype(out, out_dtype, torch.promote_types(o_a.dtype, o_b.dtype))
+    lse_dtype = torch.promote_types(lse_a.dtype, lse_b.dtype)
+    inputs = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}
+    backend = runtime.pick_backend(backend, o_a)
+    _check_backend_dtypes(backend, inputs, out_dtype)
+    _check_out("out", out, o_a.shape, out_dtype, o_a.device, inputs, unit_last_stride=True)
+    _check_out("out_lse", out_lse, lse_a.shape, lse_dtype, o_a.device, inputs | {"out": out}, unit_last_stride=False)
+    if out is None and out_lse is None:
+        return State(*_MergePair.apply(o_a, lse_a, o_b, lse_b, out_dtype, backend))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.values(), out, out_lse) if x is not None):
+        raise ValueError("out, out_lse: expected None when a gradient is required, given a tensor to write into")
+    o = out if out is not None else torch.empty(o_a.shape, dtype=out_dtype, device=o_a.device)
+    lse = out_lse if out_lse is not None else torch.empty(lse_a.shape, dtype=lse_dtype, device=o_a.device)
+    _merge_pair_into(o_a, lse_a, o_b, lse_b, o, lse, backend)
+    return State(o, lse)
+
+
+def merge_states(
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> State:
+    """Merge S states over disjoint key sets at once.
+
+    Args:
+        o: `[T, S, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with unit last stride.
+        lse: `[T, S, H]` float32 (float64 on the torch backend), natural log; -inf and +inf mean "no keys", NaN propagates.
+        out_dtype: dtype of the merged o; default that of `o`.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        State `[T, H, D]`, `[T, H]`. S = 0 gives empty states. Differentiable in both inputs on every backend.
+
+    Raises:
+        TypeError, ValueError: as for `merge_state`.
+    """
+    _check_state("o", o, "lse", lse, layout=("T", "S", "H"))
+    out_dtype = _resolve_out_dtype(None, out_dtype, o.dtype)
+    backend = runtime.pick_backend(backend, o)
+    _check_backend_dtypes(backend, {"o": o, "lse": lse}, out_dtype)
+    return State(*_MergeMany.apply(o, lse, out_dtype, backend))
+
+
+def lse_from_base2(lse: torch.Tensor) -> torch.Tensor:
+    """Natural-log lse from one in base 2 (log2 of the sum of exponentials, as FlashInfer returns it); any shape."""
+    _check_lse_dtype("lse", lse)
+    return lse * LN2
+
+
+def lse_to_base2(lse: torch.Tensor) -> torch.Tensor:
+    """Base-2 lse from one in natural log; any shape."""
+    _check_lse_dtype("lse", lse)
+    return lse / LN2
+
+
+def lse_from_heads_first(lse: torch.Tensor) -> torch.Tensor:
+    """`[T, H]` view of an `[H, T]` lse (the layout of flash-attention's packed calls and of vLLM). No copy."""
+    _check_tensor("lse", lse, ("H", "T"))
+    return lse.transpose(0, 1)
+
+
+def lse_to_heads_first(lse: torch.Tensor) -> torch.Tensor:
+    """`[H, T]` view of a `[T, H]` lse. No copy."""
+    _check_tensor("lse", lse, ("T", "H"))
+    return lse.transpose(0, 1)
+
+
+def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+    """`[T, H]` lse gathered from a padded `[B, H, max_T]` one, request b keeping its first rows; this one copies.
+
+    Args:
+        lse: `[B, H, max_T]`.
+        cu_seqlens_q: `[B + 1]` int32 row offsets.
+
+    Raises:
+        ValueError: the shapes do not fit, or a request has more than max_T rows.
+    """
+    _check_tensor("lse", lse, ("B", "H", "max_T"))
+    _check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",))
+    lengths = cu_seqlens_q.diff()
+    if len(lengths) != lse.shape[0] or (lengths > lse.shape[2]).any() or (lengths < 0).any():
+        raise ValueError(
+            f"cu_seqlens_q: expected {lse.shape[0]} requests of 0 to {lse.shape[2]} rows to match lse {tuple(lse.shape)}, "
+            f"given lengths {lengths.tolist()}"
+        )
+    kept = torch.arange(lse.shape[2], device=lse.device) < lengths[:, None]
+    return lse.transpose(1, 2)[kept]
+
+
+def _merge_pair_into(o_a, lse_a, o_b, lse_b, o, lse, backend: str) -> None:
+    if backend == "triton":
+        from cascade_lab.backends.triton import merge
+
+        merge.merge_pair(o_a, lse_a, o_b, lse_b, o, lse)
+    else:
+        _merge_torch((o_a, o_b), (lse_a, lse_b), o, lse)
+
+
+class _MergePair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o_a, lse_a, o_b, lse_b, out_dtype, backend):
+        o = torch.empty(o_a.shape, dtype=out_dtype, device=o_a.device)
+        lse = torch.empty(lse_a.shape, dtype=torch.promote_types(lse_a.dtype, lse_b.dtype), device=o_a.device)
+        _merge_pair_into(o_a, lse_a, o_b, lse_b, o, lse, backend)
+        ctx.save_for_backward(o_a, lse_a, o_b, lse_b, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        o_a, lse_a, o_b, lse_b, o, lse = ctx.saved_tensors
+        grads = (
+            *_merge_backward(o_a, lse_a, o, lse, grad_o, grad_lse),
+            *_merge_backward(o_b, lse_b, o, lse, grad_o, grad_lse),
+        )
+        return *grads, None, None
+
+
+class _MergeMany(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, os, lses, out_dtype, backend):
+        T, _, H, D = os.shape
+        o = torch.empty((T, H, D), dtype=out_dtype, device=os.device)
+        lse = torch.empty((T, H), dtype=lses.dtype, device=os.device)
+        if backend == "triton":
+            from cascade_lab.backends.triton import merge
+
+            merge.merge_many(os, lses, o, lse)
+        else:
+            _merge_torch(os.unbind(1), lses.unbind(1), o, lse)
+        ctx.save_for_backward(os, lses, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        os, lses, o, lse = ctx.saved_tensors
+        # the merged row stands beside each of its S parts
+        row = (x.unsqueeze(1) for x in (o, lse, grad_o, grad_lse))
+        return *_merge_backward(os, lses, *row), None, None
+
+
+def _merge_torch(os, lses, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge the states (os[s], lses[s]) into (o, lse) with plain torch, in float32 or better."""
+    dtype = torch.promote_types(lse.dtype, o.dtype if o.dtype == torch.float64 else torch.float32)
+    if any(x.dtype == torch.float64 for x in os):
+        dtype = torch.float64
+    cleaned = [torch.where(x == math.inf, -math.inf, x).to(dtype) for x in lses]
+    peak = torch.full_like(lse, -math.inf, dtype=dtype)
+    for x in cleaned:
+        peak = torch.maximum(peak, x)
+    shift = torch.where(peak == -math.inf, 0.0, peak)
+    total = torch.zeros_like(peak)
+    acc = torch.zeros(o.shape, dtype=dtype, device=o.device)
+    for o_s, lse_s in zip(os, cleaned, strict=True):
+        weight = torch.exp(lse_s - shift)
+        total += weight
+        acc += weight[..., None] * torch.where((lse_s == -math.inf)[..., None], 0.0, o_s.to(dtype))
+    o.copy_(acc / torch.where(total == 0, 1.0, total)[..., None])
+    lse.copy_(shift + total.log())
+
+
+def _merge_backward(o_s, lse_s, o, lse, grad_o, grad_lse):
+    """Gradients of one part of a merge. With p = e^(lse_s - lse): do_s = p do, dlse_s = p (dlse + do . (o_s - o))."""
+    empty = lse_s.isinf()
+    p = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, lse_s - lse)))
+    acc = torch.promote_types(torch.promote_types(o_s.dtype, torch.float32), p.dtype)
+    grad_o, p = grad_o.to(acc), p.to(acc)
+    ahead = torch.where(empty[..., None], 0.0, o_s.to(acc) - o.to(acc))
+    return (p[..., None] * grad_o).to(o_s.dtype), (p * (grad_lse + (grad_o * ahead).sum(-1))).to(lse_s.dtype)
+
+
+def _check_tensor(name: str, x, layout: tuple[str, ...]) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor [{', '.join(layout)}], given {type(x).__name__}")
+    if x.dim() != len(layout):
+        raise ValueError(f"{name}: expected [{', '.join(layout)}], given rank {x.dim()} with shape {tuple(x.shape)}")
+
+
+def _check_lse_dtype(name: str, lse: torch.Tensor) -> None:
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name}: expected float32 (or float64 on the torch backend), given {lse.dtype}")
+
+
+def _check_state(o_name, o, lse_name, lse, layout=("T", "H")) -> None:
+    _check_tensor(o_name, o, (*layout, "D"))
+    _check_tensor(lse_name, lse, layout)
+    if o.dtype not in OUT_DTYPES:
+        raise TypeError(f"{o_name}: expected float32, float16, bfloat16 or float64, given {o.dtype}")
+    _check_lse_dtype(lse_name, lse)
+    if lse.shape != o.shape[:-1]:
+        raise ValueError(
+            f"{lse_name}: expected [{', '.join(layout)}] = {tuple(o.shape[:-1])} to match {o_name} {tuple(o.shape)}, "
+            f"given {tuple(lse.shape)}"
+        )
+    if lse.device != o.device:
+        raise ValueError(f"{lse_name}: expected device {o.device} as {o_name}, given {lse.device}")
+    if o.shape[-1] < 1:
+        raise ValueError(f"{o_name}: expected a head dim of at least 1, given shape {tuple(o.shape)}")
+    _check_unit_stride(o_name, o)
+
+
+def _check_unit_stride(name: str, x: torch.Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: expected unit stride in the last dim, given strides {x.stride()}")
+
+
+def _check_same(name, x, other_name, other) -> None:
+    if x.shape != other.shape or x.device != other.device:
+        raise ValueError(
+            f"{name}: expected shape {tuple(other.shape)} on {other.device} as {other_name}, "
+            f"given {tuple(x.shape)} on {x.device}"
+        )
+
+
+def _resolve_out_dtype(out, out_dtype, default: torch.dtype) -> torch.dtype:
+    if isinstance(out, torch.Tensor):
+        if out_dtype not in (None, out.dtype):
+            raise TypeError(f"out: expected dtype {out_dtype} as out_dtype says, given {out.dtype}")
+        out_dtype = out.dtype
+    if out_dtype is None:
+        return default
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype: expected float32, float16, bfloat16 or float64, given {out_dtype}")
+    return out_dtype
+
+
+def _check_backend_dtypes(backend, tensors, out_dtype) -> None:
+    if backend == "triton":
+        dtypes = {name: x.dtype for name, x in tensors.items()} | {"out_dtype": out_dtype}
+        for name, dtype in dtypes.items():
+            if dtype == torch.float64:
+                raise TypeError(f"{name}: float64 is for backend='torch' only, given {dtype} with backend='triton'")
+
+
+def _check_out(name, out, shape, dtype, device, inputs, unit_last_stride) -> None:
+    """`out` has this shape, dtype and device, does not overlap itself, and is disjoint from each input or is that input."""
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor or None, given {type(out).__name__}")
+    if out.shape != shape or out.device != device:
+        raise ValueError(f"{name}: expected shape {tuple(shape)} on {device}, given {tuple(out.shape)} on {out.device}")
+    if out.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, given {out.dtype}")
+    if unit_last_stride:
+        _check_unit_stride(name, out)
+    if not _elements_apart(out):
+        raise ValueError(f"{name}: expected distinct elements, given strides {out.stride()} that fold them together")
+    for other_name, other in inputs.items():
+        if other is None or not _spans_meet(out, other):
+            continue
+        whole = (out.data_ptr(), out.stride(), out.dtype, out.shape) == (
+            other.data_ptr(), other.stride(), other.dtype, other.shape,
+        )  # fmt: skip
+        if whole and other_name != "out":
+            continue
+        if _overlap(out, other):
+            raise ValueError(f"{name}: expected memory apart from {other_name} (or exactly {other_name}), given an overlap")
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _spans_meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if not (x.numel() and y.numel()):
+        return False
+    (x0, x1), (y0, y1) = _span(x), _span(y)
+    return x0 < y1 and y0 < x1
+
+
+def _elements_apart(x: torch.Tensor) -> bool:
+    """True when, dim by dim from the smallest stride up, no element lies inside the reach of the dims before it."""
+    reach = 0
+    for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return False
+        reach += (n - 1) * stride
+    return True
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two views share a byte. Looks at every byte, so it is called only where the spans meet."""
+    start = min(_span(x)[0], _span(y)[0])
+    touched = torch.zeros(max(_span(x)[1], _span(y)[1]) - start, dtype=torch.bool)
+    bytes_of = []
+    for view in (x, y):
+        offset = torch.tensor([view.data_ptr() - start])
+        for n, s in ((*zip(view.shape, view.stride(), strict=True), (view.element_size(), None))):
+            step = 1 if s is None else s * view.element_size()
+            offset = (offset[:, None] + torch.arange(n) * step).reshape(-1)
+        bytes_of.append(offset)
+    touched[bytes_of[0]] = True
+    return bool(touched[bytes_of[1]].any())
