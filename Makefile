@@ -1,0 +1,48 @@
+# make run   execute every notebook into build/ and print the table of claims
+# make test  everything CI checks
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# Committed outputs come from the CPU interpreter, so they are compared there on every machine.
+ON_CPU := env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
+
+.DEFAULT_GOAL := run
+.PHONY: run test refresh lint bench clean venv
+
+run: venv
+	$(PY) -m cascade_lab run
+
+test: lint
+	$(PY) -m pytest tests
+	$(PY) -m cascade_lab check --no-run
+	$(ON_CPU) $(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -q
+
+refresh: venv
+	$(PY) -m cascade_lab refresh
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+bench: venv
+	$(PY) -m cascade_lab bench --cpu
+
+clean:
+	rm -rf build dist .venv .pytest_cache .ruff_cache *.egg-info
+	find cascade_lab tests notebooks -name __pycache__ -prune -exec rm -rf {} +
+
+# .venv carries the state it was made from: interpreter and place on the first line, declared packages on the second.
+# Another interpreter or place makes a new environment, other declarations update it, the same state costs no pip call.
+venv:
+	@set -e; \
+	python_state=$$($(PYTHON) -c 'import os, sys; print(sys.version.split()[0], sys.base_prefix, os.getcwd())'); \
+	package_state=$$(cat pyproject.toml constraints.txt | cksum); \
+	state=$$(printf '%s\n%s' "$$python_state" "$$package_state"); \
+	if [ "$$(cat $(VENV)/state 2>/dev/null)" = "$$state" ] && $(PY) -c '' 2>/dev/null; then exit 0; fi; \
+	if [ "$$(head -n 1 $(VENV)/state 2>/dev/null)" != "$$python_state" ] || ! $(PY) -m pip --version >/dev/null 2>&1; then \
+		echo "making $(VENV) with $(PYTHON)"; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	fi; \
+	rm -f $(VENV)/state; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	printf '%s\n' "$$state" > $(VENV)/state

@@ -1,0 +1,1 @@
+"""What proves the claims: oracle, load recorder, notebook runner, measurements. Nothing that computes imports it."""

@@ -1,0 +1,350 @@
+"""A claim is a sentence with two numbers: what was measured and what the derivation expects.
+
+It holds iff |measured - expected| <= tol, exactly equal for tol = 0; NaN never holds. Every claim names the instrument
+that took the measurement, and leaves one output that a reader, nbval and the runner all read. This module judges and
+records; it measures nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Rational, Real
+
+MIME = "application/vnd.cascade-lab.claim+json"
+INSTRUMENTS = ("derived", "oracle", "counted", "timed", "recorded")
+HOLDS, FAILS, NOT_MEASURED = "holds", "fails", "not measured here"
+VERDICTS = (HOLDS, FAILS, NOT_MEASURED)
+COLUMNS = ("id", "statement", "instrument", "expected", "measured", "verdict")
+
+_MACHINE_BOUND = ("timed", "recorded")
+_FIELDS = ("id", "statement", "instrument", "expected", "measured", "verdict")
+_claims_here: dict[str, Claim] = {}
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """An expected upper bound: holds iff measured <= bound."""
+
+    bound: int | float | Fraction
+
+    def __str__(self) -> str:
+        return f"at most {_text(self.bound)}"
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """An expected lower bound: holds iff measured >= bound."""
+
+    bound: int | float | Fraction
+
+    def __str__(self) -> str:
+        return f"at least {_text(self.bound)}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One judged claim.
+
+    `expected` and `measured` are texts that are the same on every machine. `raw_expected` and `raw_measured` are JSON
+    values (a Fraction is written "p/q", a bound and a non-finite float as text); both are None when an output no longer
+    carries them, and `raw_measured` is None when nothing was measured.
+    """
+
+    id: str
+    statement: str
+    instrument: str
+    expected: str
+    measured: str | None
+    verdict: str
+    raw_expected: object = None
+    raw_measured: object = None
+
+    @property
+    def line(self) -> str:
+        """The claim in one line, stable between machines."""
+        found = "" if self.measured is None else f", measured {self.measured}"
+        return (
+            f"{self.id} {self.verdict}: {self.statement} ({self.instrument}: expected {self.expected}{found})"
+        )
+
+    def record(self, notebook: str) -> dict[str, object]:
+        """The claim as an object of claims.json: numbers as measured on this machine where they are known."""
+        return {
+            "id": self.id,
+            "notebook": notebook,
+            "statement": self.statement,
+            "instrument": self.instrument,
+            "expected": self.expected if self.raw_expected is None else self.raw_expected,
+            "measured": self.measured if self.raw_measured is None else self.raw_measured,
+            "verdict": self.verdict,
+        }
+
+
+def claim(
+    id: str,
+    statement: str,
+    *,
+    measured: object,
+    expected: object,
+    tol: float | Fraction = 0,
+    instrument: str = "oracle",
+) -> None:
+    """Assert that `measured` is `expected` within `tol`, and leave one output that says so.
+
+    In a notebook the output carries the claim as JSON and as one line of text; elsewhere the line is printed. Raw
+    numbers that differ between machines (a float measured against a tolerance or a bound, anything timed or recorded)
+    stand in the output's metadata only, so that the visible text can be compared.
+
+    Args:
+        id: short name without spaces, unique in the notebook.
+        statement: one sentence, plain text on one line.
+        measured: bool, int, Fraction, float, str, a list or tuple of these, or a torch or NumPy value of one element.
+            None says that this machine cannot measure it; only for "timed" and "recorded".
+        expected: as `measured`, or AtMost(x), AtLeast(x). Texts and truth values are compared with their own kind only.
+        tol: absolute bound, element by element in sequences; 0 asks for exact equality.
+        instrument: "derived" (exact arithmetic), "oracle" (float64), "counted" (read counter or load recorder),
+            "timed" (a clock on this machine), "recorded" (a stored measurement).
+
+    Raises:
+        AssertionError: the claim fails; the output with verdict "fails" has been left before.
+        TypeError, ValueError: the claim cannot be judged, for example an array of many elements or truth against number.
+    """
+    if not isinstance(id, str) or not re.fullmatch(r"\S+", id):
+        raise ValueError(f"id: expected a name without spaces, given {id!r}")
+    if not isinstance(statement, str) or not statement.strip() or len(statement.splitlines()) != 1:
+        raise ValueError(f"claim {id}: statement: expected one line of text, given {statement!r}")
+    if instrument not in INSTRUMENTS:
+        raise ValueError(f"claim {id}: instrument: expected one of {INSTRUMENTS}, given {instrument!r}")
+    bounded = isinstance(expected, (AtMost, AtLeast))
+    wanted = _value(expected.bound if bounded else expected, f"claim {id}: expected")
+    if bounded and (not _is_number(wanted) or math.isnan(wanted)):
+        raise TypeError(f"claim {id}: expected: a bound is a number, given {wanted!r}")
+    tol = _value(tol, f"claim {id}: tol")
+    if not _is_number(tol) or not 0 <= tol < math.inf:
+        raise ValueError(f"claim {id}: tol: expected a finite number >= 0, given {tol!r}")
+    if bounded and tol:
+        raise ValueError(f"claim {id}: tol: a bound takes none, given {tol!r}")
+
+    raw_expected = str(type(expected)(wanted)) if bounded else _json(wanted)
+    expected_text = str(type(expected)(wanted)) if bounded else _text(wanted)
+    if tol:
+        expected_text += f" ± {_text(tol)}"
+    if measured is None:
+        if instrument not in _MACHINE_BOUND:
+            raise ValueError(
+                f"claim {id}: measured: None is for {' and '.join(_MACHINE_BOUND)} claims, given instrument {instrument!r}"
+            )
+        judged = Claim(id, statement, instrument, expected_text, None, NOT_MEASURED, raw_expected)
+    else:
+        found = _value(measured, f"claim {id}: measured")
+        judge = type(expected)(wanted) if bounded else wanted
+        holds = _agrees(found, judge, tol, f"claim {id}")
+        hidden = instrument in _MACHINE_BOUND or bool(tol) or (bounded and isinstance(found, float))
+        if not hidden:
+            measured_text = _text(found)
+        elif tol:
+            measured_text = f"{'within' if holds else 'not within'} {_text(tol)}"
+        elif bounded:
+            measured_text = f"{'within' if holds else 'beyond'} the bound"
+        else:
+            measured_text = "equal" if holds else "different"
+        verdict = HOLDS if holds else FAILS
+        judged = Claim(
+            id, statement, instrument, expected_text, measured_text, verdict, raw_expected, _json(found)
+        )
+
+    _claims_here[id] = judged
+    raw = {"expected": judged.raw_expected, "measured": judged.raw_measured}
+    data = {MIME: {name: getattr(judged, name) for name in _FIELDS}, "text/markdown": _markdown_line(judged)}
+    _show(data, judged.line, {MIME: raw})
+    if judged.verdict == FAILS:
+        raise AssertionError(
+            f"claim {id} fails: {statement}: measured {_text(found)}, expected {expected_text} ({instrument})"
+        )
+
+
+def claims_table() -> None:
+    """Show the claims judged so far in this process as one table, each id with its latest verdict."""
+    claims = list(_claims_here.values())
+    _show({"text/markdown": markdown_table(claims)}, format_table([_row(c) for c in claims]), {})
+
+
+def gather(notebook: Mapping) -> list[Claim]:
+    """The claims an executed notebook left in its outputs, in order, repeated ids included.
+
+    Args:
+        notebook: a notebook as nbformat reads it.
+
+    Raises:
+        ValueError: an output of the claim type lacks a field or has an unknown verdict or instrument.
+    """
+    found = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            fields = output.get("data", {}).get(MIME)
+            if fields is None:
+                continue
+            if (
+                not isinstance(fields, Mapping)
+                or set(fields) != set(_FIELDS)
+                or fields["verdict"] not in VERDICTS
+                or fields["instrument"] not in INSTRUMENTS
+            ):
+                raise ValueError(f"malformed claim output: {fields!r}")
+            raw = output.get("metadata", {}).get(MIME, {})
+            found.append(Claim(**fields, raw_expected=raw.get("expected"), raw_measured=raw.get("measured")))
+    return found
+
+
+def format_table(records: Iterable[Mapping[str, object]], width: int | None = None) -> str:
+    """Lay claims out as text.
+
+    Args:
+        records: objects with the COLUMNS as keys, for example those of claims.json.
+        width: columns of the terminal; long cells are wrapped to fit. None writes one unwrapped line per claim.
+    """
+    rows = [[_cell(record[name]) for name in COLUMNS] for record in records]
+    if not rows:
+        return "no claims"
+    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(COLUMNS)]
+    if width is not None:
+        gaps = 2 * (len(COLUMNS) - 1)
+        floors = {"statement": 24, "expected": 12, "measured": 12}
+        while sum(widths) + gaps > width:
+            spare = {i: widths[i] - floors[name] for i, name in enumerate(COLUMNS) if name in floors}
+            widest = max(spare, key=lambda i: spare[i])
+            if spare[widest] <= 0:
+                break
+            widths[widest] -= 1
+    lines = []
+    for row in [list(COLUMNS), ["-" * w for w in widths], *rows]:
+        cells = [textwrap.wrap(text, w) or [""] for text, w in zip(row, widths, strict=True)]
+        for k in range(max(map(len, cells))):
+            parts = (cell[k] if k < len(cell) else "" for cell in cells)
+            lines.append("  ".join(p.ljust(w) for p, w in zip(parts, widths, strict=True)).rstrip())
+    return "\n".join(lines)
+
+
+def print_table(records: Iterable[Mapping[str, object]]) -> None:
+    """Print claims: fitted to the terminal when there is one, one line per claim when piped."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(format_table(records, width))
+
+
+def markdown_table(claims: Sequence[Claim]) -> str:
+    """The claims as a Markdown table with the same columns."""
+    rows = [[_escape(_cell(_row(c)[name])) for name in COLUMNS] for c in claims]
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _row(claim: Claim) -> dict[str, object]:
+    return {name: getattr(claim, name) for name in COLUMNS}
+
+
+def _value(value: object, name: str) -> object:
+    """A plain Python value out of what a measurement hands over."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_value(item, f"{name}[{i}]") for i, item in enumerate(value))
+    if isinstance(value, (bool, int, float, str, Fraction)):
+        # NumPy's float64 and str_ are subclasses that print differently.
+        plain = next(t for t in (bool, int, float, str, Fraction) if isinstance(value, t))
+        return value if type(value) is plain else plain(value)
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "item"):
+        if math.prod(shape) != 1:
+            raise TypeError(
+                f"{name}: expected one value, given an array of shape {tuple(shape)}; reduce it first, "
+                "for example to its largest error"
+            )
+        return _value(value.item(), name)
+    raise TypeError(
+        f"{name}: expected bool, int, Fraction, float, str, a sequence of these or a one-element array, "
+        f"given {type(value).__name__}"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _agrees(found: object, wanted: object, tol: object, name: str) -> bool:
+    if isinstance(wanted, (AtMost, AtLeast)):
+        if not _is_number(found):
+            raise TypeError(f"{name}: a bound judges numbers, measured {found!r}")
+        return found <= wanted.bound if isinstance(wanted, AtMost) else found >= wanted.bound
+    if isinstance(found, tuple) and isinstance(wanted, tuple):
+        # Every pair is judged, so that a wrong kind further on is not hidden by an earlier difference.
+        pairs = [
+            _agrees(f, w, tol, f"{name}[{i}]") for i, (f, w) in enumerate(zip(found, wanted, strict=False))
+        ]
+        return len(found) == len(wanted) and all(pairs)
+    if _is_number(found) and _is_number(wanted):
+        if math.isnan(found) or math.isnan(wanted):
+            return False
+        if found == wanted:
+            return True
+        if not tol or math.isinf(found) or math.isinf(wanted):
+            return False
+        return abs(Fraction(found) - Fraction(wanted)) <= Fraction(tol)
+    if type(found) is not type(wanted):
+        raise TypeError(
+            f"{name}: measured {found!r} ({type(found).__name__}) cannot be compared with expected {wanted!r} "
+            f"({type(wanted).__name__})"
+        )
+    if tol:
+        raise ValueError(f"{name}: tol is for numbers, given {tol!r} with {wanted!r}")
+    return found == wanted
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
+    # Ten digits: a computed expectation may differ in its last place between mathematics libraries.
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _json(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, Rational) and not isinstance(value, int) else value
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return "(" + ", ".join(map(_cell, value)) + ")"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|$~])", r"\\\1", text)
+
+
+def _markdown_line(claim: Claim) -> str:
+    mark = {HOLDS: "✓", FAILS: "✗", NOT_MEASURED: "–"}[claim.verdict]
+    found = "" if claim.measured is None else f", measured {claim.measured}"
+    detail = _escape(f"{claim.statement} ({claim.instrument}: expected {claim.expected}{found})")
+    return f"{mark} **{_escape(claim.id)} {claim.verdict}**: {detail}"
+
+
+def _show(data: dict[str, object], text: str, metadata: dict[str, object]) -> None:
+    """One output in a notebook, one text elsewhere; IPython is used when it runs, never imported for this."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None or not getattr(shell, "kernel", None):
+        print(text)
+        return
+    from IPython.display import display
+
+    display(data | {"text/plain": text}, metadata=metadata, raw=True)
