@@ -94,6 +94,12 @@ def pick_backend(backend: str, tensor: torch.Tensor) -> str:
     return backend
 
 
+def check_is_tensor(name: str, x) -> None:
+    """Raise TypeError naming the argument unless `x` is a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, given {type(x).__name__}")
+
+
 def checks_enabled() -> bool:
     """False inside `unchecked()`: checks that would read device memory back are skipped."""
     return _checked.get()

@@ -240,8 +240,7 @@ def _merge_backward(o_s, lse_s, o, lse, grad_o, grad_lse):
 
 
 def _check_tensor(name: str, x, layout: tuple[str, ...]) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor [{', '.join(layout)}], given {type(x).__name__}")
+    runtime.check_is_tensor(name, x)
     if x.dim() != len(layout):
         raise ValueError(f"{name}: expected [{', '.join(layout)}], given rank {x.dim()} with shape {tuple(x.shape)}")
 
@@ -306,8 +305,7 @@ def _check_out(name, out, shape, dtype, device, inputs, unit_last_stride) -> Non
     """`out` has this shape, dtype and device, does not overlap itself, and is disjoint from each input or is that input."""
     if out is None:
         return
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor or None, given {type(out).__name__}")
+    runtime.check_is_tensor(name, out)
     if out.shape != shape or out.device != device:
         raise ValueError(f"{name}: expected shape {tuple(shape)} on {device}, given {tuple(out.shape)} on {out.device}")
     if out.dtype != dtype:

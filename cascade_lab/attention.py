@@ -1,0 +1,290 @@
+"""One attention pass: packed query rows read a paged KV cache and return a state.
+
+For row t of request r, over the visible keys j among the first cache_seqlens[r] tokens of its pages:
+
+    s_j = softmax_scale * q_t . k_j,    lse_t = log sum_j e^s_j,    o_t = sum_j e^(s_j - lse_t) v_j.
+
+Rows are aligned to the bottom right: row i of Q over K keys stands at key position i + K - Q. This module checks the
+arguments and picks a backend; the loops are in `backends`, and merging passes is the business of `states` and `levels`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cascade_lab import paging, runtime
+from cascade_lab.states import State
+
+INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}
+INPUT_DTYPES["torch"] = (*INPUT_DTYPES["triton"], torch.float64)
+MAX_SPLITS = 1024
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    tree_mask: torch.Tensor | None = None,
+    tail_seqlens: torch.Tensor | None = None,
+    window_size: tuple[int, int] | None = (-1, -1),
+    softcap: float = 0.0,
+    num_splits: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    reads: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> State:
+    """Attention of packed, ragged query rows over a paged KV cache, as a mergeable state.
+
+    Args:
+        q: `[T, H_q, D]` float32, float16 or bfloat16 (float64 on the torch backend), unit last stride. T rows packed by
+            request; query head h reads KV head h // (H_q / H_kv).
+        k_cache: `[num_pages, page_size, H_kv, D]`, dtype of q, any strides with unit last stride.
+        v_cache: `[num_pages, page_size, H_kv, D_v]`, likewise; D_v may differ from D, and v may be a view of k.
+        page_table: `[R, max_pages]` int32. Only the pages of the first cache_seqlens[r] tokens are looked at.
+        cache_seqlens: `[R]` int32, tokens read per request, newly written ones included.
+        cu_seqlens_q: `[R + 1]` int32 row offsets from 0 to T; None means one row per request (T = R).
+        max_seqlen_q: at least the largest number of rows of a request; computed when absent.
+        softmax_scale: factor on the scores, any finite number; None means D ** -0.5.
+        causal: row i sees keys up to its own position (window right = 0).
+        tree_mask: `[T, words]` int64. Bit b (word b // 64, bit b % 64) of a row lets it see key b of the tail, the last
+            tail_seqlens[r] keys; all earlier keys are visible. Not together with causal or window_size.
+        tail_seqlens: `[R]` int32 for tree_mask; default the number of query rows of each request.
+        window_size: (left, right) keys visible beside the row's own position; -1 is no limit. None is (-1, -1).
+        softcap: c > 0 replaces s by c tanh(s / c).
+        num_splits: parts into which the keys are cut (split-KV); None chooses from shapes. Never changes the result
+            beyond rounding. The torch backend walks the keys in one loop and takes the number as checked but unused.
+        out_dtype: dtype of o; default that of q. lse is float32 (float64 for float64 inputs) in every case.
+        reads: `[H_kv]` int64; the pass adds the number of K rows it loads per KV head (V rows are as many).
+        backend: "auto" (Triton for CUDA tensors, torch for CPU tensors), "triton" or "torch".
+
+    Returns:
+        State, o `[T, H_q, D_v]` and lse `[T, H_q]`. A row without visible keys has o = 0 and lse = -inf.
+        Differentiable in q, k_cache, v_cache on the torch backend.
+
+    Raises:
+        TypeError: wrong type or dtype. ValueError: wrong rank, shape, device, stride or value. Nothing has run then.
+        RuntimeError: a gradient is required on the Triton backend, or the backend cannot run here.
+
+    Names and alignment follow flash-attention; splitting keys follows Flash-Decoding (Dao et al., 2023).
+    """
+    runtime.check_is_tensor("q", q)
+    backend = runtime.pick_backend(backend, q)
+    T, H_q, D = _check_heads(q, k_cache, v_cache, INPUT_DTYPES[backend], backend)
+    num_requests = _check_index("page_table", page_table, 2, q).shape[0]
+    _check_index("cache_seqlens", cache_seqlens, 1, q, num_requests, "[R]")
+    if cu_seqlens_q is None:
+        if num_requests != T:
+            raise ValueError(
+                f"cu_seqlens_q: expected row offsets, or None with one row per request (T = R), "
+                f"given None with T = {T} rows and R = {num_requests} requests"
+            )
+        cu_seqlens_q = torch.arange(T + 1, dtype=torch.int32, device=q.device)
+        max_seqlen_q = _check_int("max_seqlen_q", max_seqlen_q, 1) if max_seqlen_q is not None else 1
+    _check_index("cu_seqlens_q", cu_seqlens_q, 1, q, num_requests + 1, "[R + 1]")
+    if max_seqlen_q is not None:
+        max_seqlen_q = _check_int("max_seqlen_q", max_seqlen_q, 0)
+    window_size = _check_window(window_size, causal)
+    _check_tree(tree_mask, tail_seqlens, window_size, causal, q, num_requests)
+    softmax_scale = D**-0.5 if softmax_scale is None else _check_float("softmax_scale", softmax_scale)
+    softcap = _check_float("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap: expected a number >= 0 (0 is off), given {softcap}")
+    if num_splits is not None:
+        num_splits = _check_int("num_splits", num_splits, 1, MAX_SPLITS)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    if out_dtype not in INPUT_DTYPES[backend]:
+        raise TypeError(f"out_dtype: expected one of {_names(INPUT_DTYPES[backend])} on backend {backend!r}, given {out_dtype}")
+    _check_reads(reads, k_cache.shape[2], q)
+    if backend == "triton" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
+        raise RuntimeError(
+            "attention has no gradient on backend='triton'; use backend='torch', torch.no_grad(), or detached inputs"
+        )
+    if runtime.checks_enabled():
+        longest = _check_rows(cu_seqlens_q, T, max_seqlen_q)
+        max_seqlen_q = longest if max_seqlen_q is None else max_seqlen_q
+        paging.check_page_table(page_table, cache_seqlens, k_cache.shape[0], k_cache.shape[1])
+        _check_tail(tree_mask, tail_seqlens, cu_seqlens_q, cache_seqlens)
+    elif max_seqlen_q is None:
+        max_seqlen_q = T
+
+    if backend == "triton":
+        from cascade_lab.backends.triton.attention import attention as run
+    else:
+        from cascade_lab.backends.torch import attention as run
+    o, lse = run(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        cache_seqlens,
+        cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        tree_mask=tree_mask,
+        tail_seqlens=tail_seqlens,
+        softcap=softcap,
+        num_splits=num_splits,
+        out_dtype=out_dtype,
+        reads=reads,
+    )
+    return State(o, lse)
+
+
+def _names(dtypes) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _check_heads(q, k_cache, v_cache, dtypes, backend) -> tuple[int, int, int]:
+    """q, k_cache and v_cache: rank, dtype, device, unit last stride, head counts and head dims."""
+    layouts = {
+        "q": (q, "[T, H_q, D]"),
+        "k_cache": (k_cache, "[num_pages, page_size, H_kv, D]"),
+        "v_cache": (v_cache, "[num_pages, page_size, H_kv, D_v]"),
+    }
+    for name, (x, layout) in layouts.items():
+        runtime.check_is_tensor(name, x)
+        if x.dim() != layout.count(",") + 1:
+            raise ValueError(f"{name}: expected {layout}, given rank {x.dim()} with shape {tuple(x.shape)}")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name}: expected one of {_names(dtypes)} on backend {backend!r}, given {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected dtype {q.dtype} as q, given {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q, given {x.device}")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name}: expected unit stride in the last dim, given strides {x.stride()}")
+    T, H_q, D = q.shape
+    H_kv = k_cache.shape[2]
+    if k_cache.shape[-1] != D or D < 1:
+        raise ValueError(f"k_cache: expected head dim {D} >= 1 as q, given {tuple(k_cache.shape)}")
+    if v_cache.shape[:3] != k_cache.shape[:3] or v_cache.shape[-1] < 1:
+        raise ValueError(
+            f"v_cache: expected [num_pages, page_size, H_kv] = {tuple(k_cache.shape[:3])} as k_cache and D_v >= 1, "
+            f"given {tuple(v_cache.shape)}"
+        )
+    if k_cache.shape[1] < 1:
+        raise ValueError(f"k_cache: expected a page_size >= 1, given {tuple(k_cache.shape)}")
+    if H_kv < 1 or H_q < 1 or H_q % H_kv:
+        raise ValueError(f"q: expected H_q to be a positive multiple of H_kv = {H_kv}, given H_q = {H_q}")
+    return T, H_q, D
+
+
+def _check_index(name: str, x, rank: int, q: torch.Tensor, length: int | None = None, layout: str = "") -> torch.Tensor:
+    """An index tensor: int32, on q's device, of this rank and (if given) this length."""
+    runtime.check_is_tensor(name, x)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, given {x.dtype}")
+    if x.dim() != rank or (length is not None and x.shape[0] != length):
+        expected = f"{layout} = [{length}]" if length is not None else f"rank {rank}"
+        raise ValueError(f"{name}: expected {expected}, given shape {tuple(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} as q, given {x.device}")
+    return x
+
+
+def _check_int(name: str, x, low: int, high: int | None = None) -> int:
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
+        raise TypeError(f"{name}: expected an integer, given {type(x).__name__} {x!r}")
+    x = x.__index__()
+    if x < low or (high is not None and x > high):
+        bounds = f">= {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name}: expected an integer {bounds}, given {x}")
+    return x
+
+
+def _check_float(name: str, x) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name}: expected a number, given {type(x).__name__} {x!r}")
+    if not math.isfinite(x):
+        raise ValueError(f"{name}: expected a finite number, given {x}")
+    return float(x)
+
+
+def _check_window(window_size, causal) -> tuple[int, int]:
+    """(left, right) with causal folded in as right = 0."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected a bool, given {type(causal).__name__} {causal!r}")
+    left, right = _pair(window_size)
+    left, right = _check_int("window_size", left, -1), _check_int("window_size", right, -1)
+    return left, 0 if causal else right
+
+
+def _pair(window_size) -> tuple:
+    if window_size is None:
+        return -1, -1
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: expected (left, right) or None, given {window_size!r}")
+    return tuple(-1 if x is None else x for x in window_size)
+
+
+def _check_tree(tree_mask, tail_seqlens, window_size, causal, q, num_requests) -> None:
+    if tree_mask is None:
+        if tail_seqlens is not None:
+            raise ValueError("tail_seqlens: expected None without tree_mask, given a tensor")
+        return
+    runtime.check_is_tensor("tree_mask", tree_mask)
+    if tree_mask.dtype != torch.int64:
+        raise TypeError(f"tree_mask: expected int64, given {tree_mask.dtype}")
+    if tree_mask.dim() != 2 or tree_mask.shape[0] != q.shape[0]:
+        raise ValueError(f"tree_mask: expected [T, words] with T = {q.shape[0]}, given {tuple(tree_mask.shape)}")
+    if tree_mask.device != q.device:
+        raise ValueError(f"tree_mask: expected device {q.device} as q, given {tree_mask.device}")
+    if window_size != (-1, -1):
+        given = "causal=True" if causal else f"window_size={window_size}"
+        raise ValueError(f"tree_mask: expected neither causal nor window_size beside it, given {given}")
+    if tail_seqlens is not None:
+        _check_index("tail_seqlens", tail_seqlens, 1, q, num_requests, "[R]")
+
+
+def _check_reads(reads, num_kv_heads: int, q: torch.Tensor) -> None:
+    if reads is None:
+        return
+    runtime.check_is_tensor("reads", reads)
+    if reads.dtype != torch.int64:
+        raise TypeError(f"reads: expected int64, given {reads.dtype}")
+    if reads.shape != (num_kv_heads,) or not reads.is_contiguous():
+        raise ValueError(f"reads: expected a contiguous [H_kv] = [{num_kv_heads}], given shape {tuple(reads.shape)}")
+    if reads.device != q.device:
+        raise ValueError(f"reads: expected device {q.device} as q, given {reads.device}")
+
+
+def _check_rows(cu_seqlens_q, T: int, max_seqlen_q: int | None) -> int:
+    """Row offsets run from 0 to T without falling; returns the largest number of rows of a request. Reads values back."""
+    offsets = cu_seqlens_q.tolist()
+    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    if offsets[0] != 0 or offsets[-1] != T or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens_q: expected offsets rising from 0 to T = {T}, given {_short(offsets)}")
+    longest = max(lengths, default=0)
+    if max_seqlen_q is not None and max_seqlen_q < longest:
+        raise ValueError(f"max_seqlen_q: expected at least {longest}, the longest request, given {max_seqlen_q}")
+    return longest
+
+
+def _check_tail(tree_mask, tail_seqlens, cu_seqlens_q, cache_seqlens) -> None:
+    """A tail fits its keys, and the mask has a bit for each tail key. Reads values back."""
+    if tree_mask is None or len(cache_seqlens) == 0:
+        return
+    rows = cu_seqlens_q.diff()
+    tail = rows if tail_seqlens is None else tail_seqlens
+    limit = torch.clamp(cache_seqlens, max=64 * tree_mask.shape[1])
+    wrong = (rows > 0) & ((tail < 0) | (tail > limit))
+    if wrong.any():
+        r = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"tail_seqlens: expected 0 to {int(cache_seqlens[r])} keys and at most {64 * tree_mask.shape[1]} mask bits "
+            f"for request {r}, given {int(tail[r])}" + (" (its query rows)" if tail_seqlens is None else "")
+        )
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -1,0 +1,300 @@
+"""One attention pass in one launch: paged, ragged, GQA packed, keys optionally split, state output.
+
+A program owns BLOCK_M packed rows (query row x head of the group) of one KV head and one split of the keys. Packing is
+what makes the group share a tile: a K row is loaded once per KV head and row tile, not once per query head. Keys go by
+in three runs of tiles: those that only some rows see on the left (a window), those that all rows see (no mask at all),
+and those that only some rows see on the right (the diagonal, a tree's tail, the last partial tile).
+
+    s = scale q k^T,    m' = max(m, max s),    l' = l e^(m - m') + sum e^(s - m'),    acc' = acc e^(m - m') + e^(s - m') v
+
+in powers of two; at the end o = acc / l and lse = ln 2 (m + log2 l).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cascade_lab import runtime
+from cascade_lab.backends.triton.config import splits_for, tile_for
+from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh from exp alone; near 0, where 1 - e cancels, its Taylor polynomial (error below 1e-8 for |x| < 1/4)."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _dot_operand(x, INTERPRETED: tl.constexpr):
+    """The interpreter multiplies bfloat16 as 16-bit integers, so it gets float32 operands."""
+    return x.to(tl.float32) if INTERPRETED else x
+
+
+@triton.jit
+def _visible_span(i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr):
+    """Keys [lo, hi) that some row of i_lo..i_hi sees, and [all_lo, all_hi) that every one of them sees."""
+    lo = 0
+    hi = K
+    all_lo = 0
+    all_hi = K
+    if TREE:
+        all_hi = K - tail
+    if LEFT:
+        lo = tl.maximum(0, i_lo + K - Q - left)
+        all_lo = tl.maximum(0, i_hi + K - Q - left)
+    if RIGHT:
+        hi = tl.maximum(0, tl.minimum(K, i_hi + K - Q + right + 1))
+        all_hi = tl.maximum(0, tl.minimum(K, i_lo + K - Q + right + 1))
+    return lo, hi, all_lo, all_hi
+
+
+@triton.jit
+def _tree_bits(mask_ptr, o_mask, m_row, first, WORDS: tl.constexpr):
+    """Mask bits of 64 keys from tail position `first` on, per row [BLOCK_M] uint64; keys before the tail are set."""
+    i_word = tl.maximum(first, 0) // 64
+    shift = (tl.maximum(first, 0) % 64).to(tl.uint64)
+    low = tl.load(mask_ptr + o_mask + i_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
+    high = tl.load(mask_ptr + o_mask + i_word + 1, mask=m_row & (i_word + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+    # two shifts, for a shift by 64 is undefined
+    bits = (low >> shift) | ((high << (63 - shift)) << 1)
+    # a masked tile starts less than BLOCK_N <= 64 keys before the tail
+    before = tl.maximum(-first, 0).to(tl.uint64)
+    return (bits << before) | ((tl.full([1], 1, tl.uint64) << before) - 1)
+
+
+@triton.jit
+def _attend_tile(
+    b_q, b_acc, b_max, b_sum,
+    k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+    n_start, lo, hi, K, tail, left, right, scale, softcap,
+    stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+    D: tl.constexpr, D_V: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax step over the keys n_start .. n_start + BLOCK_N; MASKED adds bounds and visibility."""
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    o_v = tl.arange(0, BLOCK_V)[None, :]
+    # [BLOCK_N]
+    o_n = n_start + tl.arange(0, BLOCK_N)
+    m_n = (o_n >= lo) & (o_n < hi)
+    if PAGE > 0:
+        i_page = o_n // PAGE
+        i_slot = o_n % PAGE
+    else:
+        i_page = o_n // page_size
+        i_slot = o_n % page_size
+    if MASKED:
+        page = tl.load(page_ptr + i_page, mask=m_n, other=0).to(tl.int64)
+        m_k = m_n[:, None] & (o_d < D)
+        m_v = m_n[:, None] & (o_v < D_V)
+    else:
+        page = tl.load(page_ptr + i_page).to(tl.int64)
+        m_k = o_d < D
+        m_v = o_v < D_V
+    # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_V]
+    o_k = (page * stride_k_page + i_slot.to(tl.int64) * stride_k_slot)[:, None] + o_d
+    o_value = (page * stride_v_page + i_slot.to(tl.int64) * stride_v_slot)[:, None] + o_v
+    if MASKED or D < BLOCK_D:
+        b_k = tl.load(k_ptr + o_k, mask=m_k, other=0.0)
+    else:
+        b_k = tl.load(k_ptr + o_k)
+    if MASKED or D_V < BLOCK_V:
+        b_v = tl.load(v_ptr + o_value, mask=m_v, other=0.0)
+    else:
+        b_v = tl.load(v_ptr + o_value)
+
+    # [BLOCK_M, BLOCK_N] scores in powers of two
+    b_s = tl.dot(b_q, tl.trans(_dot_operand(b_k, INTERPRETED)), input_precision="ieee")
+    if SOFTCAP:
+        b_s = softcap * _tanh(b_s * scale / softcap) * LOG2_E
+    else:
+        b_s = b_s * (scale * LOG2_E)
+    if MASKED:
+        visible = m_n[None, :] & m_row[:, None]
+        if TREE:
+            tl.static_assert(BLOCK_N <= 64)
+            bits = _tree_bits(mask_ptr, o_mask, m_row, n_start - (K - tail), WORDS)
+            column = tl.arange(0, BLOCK_N).to(tl.uint64)
+            visible = visible & (((bits[:, None] >> column[None, :]) & 1) != 0)
+        if LEFT:
+            visible = visible & (o_n[None, :] >= i_pos[:, None] - left)
+        if RIGHT:
+            visible = visible & (o_n[None, :] <= i_pos[:, None] + right)
+        b_s = tl.where(visible, b_s, NEG_INF)
+
+    new_max = tl.maximum(b_max, tl.max(b_s, 1))
+    shift = tl.where(new_max == NEG_INF, 0.0, new_max)
+    keep = tl.exp2(b_max - shift)
+    b_p = tl.exp2(b_s - shift[:, None])
+    b_sum = b_sum * keep + tl.sum(b_p, 1)
+    b_acc = b_acc * keep[:, None]
+    b_acc = tl.dot(
+        b_p if INTERPRETED else b_p.to(b_v.dtype), _dot_operand(b_v, INTERPRETED), b_acc, input_precision="ieee"
+    )
+    return b_acc, new_max, b_sum
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, page_table_ptr, lengths_ptr, rows_ptr, mask_ptr, tails_ptr, o_ptr, lse_ptr, reads_ptr,
+    scale, softcap, left, right, page_size, tiles_per_request,
+    stride_q_t, stride_q_h, stride_k_page, stride_k_slot, stride_k_h, stride_v_page, stride_v_slot, stride_v_h,
+    stride_table, stride_mask, stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
+    D: tl.constexpr, D_V: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr, SOFTCAP: tl.constexpr, READS: tl.constexpr,
+    INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # the last row tile of a request reads the most keys when causal, so it starts first
+    i_r = tl.program_id(0) // tiles_per_request
+    i_tile = tiles_per_request - 1 - tl.program_id(0) % tiles_per_request
+    i_kv = tl.program_id(1)
+    i_split = tl.program_id(2)
+    first = tl.load(rows_ptr + i_r)
+    Q = tl.load(rows_ptr + i_r + 1) - first
+    K = tl.load(lengths_ptr + i_r)
+    if i_tile * BLOCK_M < Q * GROUP:
+        # [BLOCK_M] packed rows: query row m // GROUP, head m % GROUP of the group
+        o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        m_row = o_m < Q * GROUP
+        i_q = o_m // GROUP
+        i_pos = i_q + K - Q
+        i_t = (first + i_q).to(tl.int64)
+        i_h = i_kv * GROUP + o_m % GROUP
+        o_d = tl.arange(0, BLOCK_D)[None, :]
+        b_q = tl.load(
+            q_ptr + (i_t * stride_q_t + i_h * stride_q_h)[:, None] + o_d, mask=m_row[:, None] & (o_d < D), other=0.0
+        )
+        b_q = _dot_operand(b_q, INTERPRETED)
+
+        tail = Q
+        if TAILS:
+            tail = tl.load(tails_ptr + i_r)
+        i_lo = i_tile * BLOCK_M // GROUP
+        i_hi = tl.minimum(Q - 1, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP)
+        lo, hi, all_lo, all_hi = _visible_span(i_lo, i_hi, Q, K, tail, left, right, LEFT, RIGHT, TREE)
+
+        # tiles [t_lo, t_hi) hold [lo, hi); this split takes an equal share; tiles [f_lo, f_hi) of it need no mask
+        t_lo = lo // BLOCK_N
+        t_hi = tl.maximum(t_lo, (hi + BLOCK_N - 1) // BLOCK_N)
+        share = (t_hi - t_lo + SPLITS - 1) // SPLITS
+        t_lo = tl.minimum(t_hi, t_lo + i_split * share)
+        t_hi = tl.minimum(t_hi, t_lo + share)
+        f_lo = tl.minimum(t_hi, tl.maximum(t_lo, (all_lo + BLOCK_N - 1) // BLOCK_N))
+        f_hi = tl.maximum(f_lo, tl.minimum(t_hi, all_hi // BLOCK_N))
+
+        b_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        k_ptr += i_kv.to(tl.int64) * stride_k_h
+        v_ptr += i_kv.to(tl.int64) * stride_v_h
+        page_ptr = page_table_ptr + i_r.to(tl.int64) * stride_table
+        o_mask = i_t * stride_mask
+        if LEFT:
+            for t in tl.range(t_lo, f_lo, num_stages=1):
+                b_acc, b_max, b_sum = _attend_tile(
+                    b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+                    t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
+                    stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+                    D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
+                )  # fmt: skip
+        for t in tl.range(f_lo, f_hi, num_stages=STAGES):
+            b_acc, b_max, b_sum = _attend_tile(
+                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+                t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
+                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+                D, D_V, WORDS, PAGE, False, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+        for t in tl.range(f_hi, t_hi, num_stages=1):
+            b_acc, b_max, b_sum = _attend_tile(
+                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+                t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
+                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+                D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+
+        empty = b_max == NEG_INF
+        b_o = b_acc / tl.where(empty, 1.0, b_sum)[:, None]
+        b_lse = tl.where(empty, NEG_INF, (b_max + tl.log2(tl.where(empty, 1.0, b_sum))) * LN_2)
+        o_v = tl.arange(0, BLOCK_V)[None, :]
+        o_o = (i_t * stride_o_t + i_split * stride_o_s + i_h * stride_o_h)[:, None] + o_v
+        tl.store(o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & (o_v < D_V))
+        tl.store(lse_ptr + i_t * stride_l_t + i_split * stride_l_s + i_h * stride_l_h, b_lse, mask=m_row)
+        if READS:
+            loaded = tl.minimum(hi, t_hi * BLOCK_N) - tl.maximum(lo, t_lo * BLOCK_N)
+            tl.atomic_add(reads_ptr + i_kv, tl.maximum(loaded, 0).to(tl.int64))
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    window_size: tuple[int, int],
+    tree_mask: torch.Tensor | None,
+    tail_seqlens: torch.Tensor | None,
+    softcap: float,
+    num_splits: int | None,
+    out_dtype: torch.dtype,
+    reads: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch one pass; arguments as checked and filled in by `cascade_lab.attention`. Returns (o, lse).
+
+    With splits, float32 partials [T, splits, H_q, D_v] go through the merge kernel, the same as any other states.
+    """
+    T, H_q, D = q.shape
+    page_size, H_kv = k_cache.shape[1:3]
+    D_v = v_cache.shape[-1]
+    o = torch.empty((T, H_q, D_v), dtype=out_dtype, device=q.device)
+    lse = torch.empty((T, H_q), dtype=torch.float32, device=q.device)
+    R = page_table.shape[0]
+    if T == 0 or max_seqlen_q == 0:
+        return o, lse
+    group = H_q // H_kv
+    tile = tile_for(max_seqlen_q * group, max(D, D_v), q.dtype)
+    tiles = triton.cdiv(max_seqlen_q * group, tile.block_m)
+    if num_splits is None:
+        on_gpu = runtime.triton_mode() == "compiled"
+        num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 0
+        num_splits = splits_for(R * tiles * H_kv, page_table.shape[1] * page_size, tile, num_sms)
+    if num_splits == 1:
+        part_o, part_lse = o[:, None], lse[:, None]
+    else:
+        part_o = torch.empty((T, num_splits, H_q, D_v), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((T, num_splits, H_q), dtype=torch.float32, device=q.device)
+    # a dummy stands in for an argument that a constexpr switches off
+    mask = tree_mask if tree_mask is not None else cu_seqlens_q[:, None]
+    _attention_kernel[(R * tiles, H_kv, num_splits)](
+        q, k_cache, v_cache, page_table, cache_seqlens.contiguous(), cu_seqlens_q.contiguous(),
+        mask, tail_seqlens.contiguous() if tail_seqlens is not None else cache_seqlens, part_o, part_lse,
+        reads if reads is not None else cache_seqlens,
+        softmax_scale, softcap, *window_size, page_size, tiles,
+        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        page_table.stride(0), mask.stride(0), *part_o.stride()[:3], *part_lse.stride(),
+        D=D, D_V=D_v, GROUP=group, WORDS=mask.shape[1],
+        PAGE=page_size if page_size & (page_size - 1) == 0 and page_size <= 1024 else 0,
+        SPLITS=num_splits, LEFT=window_size[0] >= 0, RIGHT=window_size[1] >= 0, TREE=tree_mask is not None, TAILS=tail_seqlens is not None,
+        SOFTCAP=softcap > 0, READS=reads is not None, INTERPRETED=runtime.triton_mode() == "interpreted",
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(D_v)),
+        STAGES=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
+    if num_splits > 1:
+        merge_many(part_o, part_lse, o, lse)
+    return o, lse
