@@ -133,7 +133,7 @@ class TensorRecord:
 
 
 def _strided_dims(tensor: Tensor) -> list[tuple[int, int, int]]:
-    """(size, stride in bytes, logical weight), largest stride first, without broadcasts, fused where possible."""
+    """(size, stride in bytes, logical weight), largest stride first, broadcasts dropped, fused."""
     weight = 1
     dims = []
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
