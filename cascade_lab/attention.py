@@ -11,15 +11,31 @@ arguments and picks a backend; the loops are in `backends`, and merging passes i
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from cascade_lab import paging, runtime
-from cascade_lab.states import State
+from cascade_lab.states import State, merge_states
 
 INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}
 INPUT_DTYPES["torch"] = (*INPUT_DTYPES["triton"], torch.float64)
 MAX_SPLITS = 1024
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass with its arguments checked and filled in: what a backend runs. Causal is window right = 0."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    window_size: tuple[int, int]
+    tree_mask: torch.Tensor | None
+    tail_seqlens: torch.Tensor | None
 
 
 def attention(
@@ -78,49 +94,8 @@ def attention(
     """
     runtime.check_is_tensor("q", q)
     backend = runtime.pick_backend(backend, q)
-    T, H_q, D = _check_heads(q, k_cache, v_cache, INPUT_DTYPES[backend], backend)
-    num_requests = _check_index("page_table", page_table, 2, q).shape[0]
-    _check_index("cache_seqlens", cache_seqlens, 1, q, num_requests, "[R]")
-    if cu_seqlens_q is None:
-        if num_requests != T:
-            raise ValueError(
-                f"cu_seqlens_q: expected row offsets, or None with one row per request (T = R), "
-                f"given None with T = {T} rows and R = {num_requests} requests"
-            )
-        cu_seqlens_q = torch.arange(T + 1, dtype=torch.int32, device=q.device)
-        max_seqlen_q = _check_int("max_seqlen_q", max_seqlen_q, 1) if max_seqlen_q is not None else 1
-    _check_index("cu_seqlens_q", cu_seqlens_q, 1, q, num_requests + 1, "[R + 1]")
-    if max_seqlen_q is not None:
-        max_seqlen_q = _check_int("max_seqlen_q", max_seqlen_q, 0)
-    window_size = _check_window(window_size, causal)
-    _check_tree(tree_mask, tail_seqlens, window_size, causal, q, num_requests)
-    softmax_scale = D**-0.5 if softmax_scale is None else _check_float("softmax_scale", softmax_scale)
-    softcap = _check_float("softcap", softcap)
-    if softcap < 0:
-        raise ValueError(f"softcap: expected a number >= 0 (0 is off), given {softcap}")
-    if num_splits is not None:
-        num_splits = _check_int("num_splits", num_splits, 1, MAX_SPLITS)
-    out_dtype = q.dtype if out_dtype is None else out_dtype
-    if out_dtype not in INPUT_DTYPES[backend]:
-        raise TypeError(f"out_dtype: expected one of {_names(INPUT_DTYPES[backend])} on backend {backend!r}, given {out_dtype}")
-    _check_reads(reads, k_cache.shape[2], q)
-    if backend == "triton" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
-        raise RuntimeError(
-            "attention has no gradient on backend='triton'; use backend='torch', torch.no_grad(), or detached inputs"
-        )
-    if runtime.checks_enabled():
-        longest = _check_rows(cu_seqlens_q, T, max_seqlen_q)
-        max_seqlen_q = longest if max_seqlen_q is None else max_seqlen_q
-        paging.check_page_table(page_table, cache_seqlens, k_cache.shape[0], k_cache.shape[1])
-        _check_tail(tree_mask, tail_seqlens, cu_seqlens_q, cache_seqlens)
-    elif max_seqlen_q is None:
-        max_seqlen_q = T
-
-    if backend == "triton":
-        from cascade_lab.backends.triton.attention import attention as run
-    else:
-        from cascade_lab.backends.torch import attention as run
-    o, lse = run(
+    check_heads(q, k_cache, v_cache, backend)
+    only = check_pass(
         q,
         k_cache,
         v_cache,
@@ -128,24 +103,109 @@ def attention(
         cache_seqlens,
         cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale,
-        window_size=window_size,
+        causal=causal,
         tree_mask=tree_mask,
         tail_seqlens=tail_seqlens,
+        window_size=window_size,
+    )
+    return run_passes(
+        q,
+        [only],
+        softmax_scale=softmax_scale,
         softcap=softcap,
         num_splits=num_splits,
         out_dtype=out_dtype,
         reads=reads,
+        backend=backend,
     )
-    return State(o, lse)
+
+
+def run_passes(
+    q: torch.Tensor, passes: list[Pass], *, softmax_scale, softcap, num_splits, out_dtype, reads, backend: str
+) -> State:
+    """Check what all passes share, run them over the same rows and merge their states; partials stay in float32."""
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else _check_float("softmax_scale", softmax_scale)
+    softcap = _check_float("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap: expected a number >= 0 (0 is off), given {softcap}")
+    if num_splits is not None:
+        num_splits = _check_int("num_splits", num_splits, 1, MAX_SPLITS)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    if out_dtype not in INPUT_DTYPES[backend]:
+        allowed = _names(INPUT_DTYPES[backend])
+        raise TypeError(f"out_dtype: expected one of {allowed} on backend {backend!r}, given {out_dtype}")
+    k_cache, v_cache = passes[0].k_cache, passes[0].v_cache
+    _check_reads(reads, k_cache.shape[2], q)
+    common = dict(softmax_scale=softmax_scale, softcap=softcap, num_splits=num_splits, reads=reads)
+    if backend == "triton":
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
+            raise RuntimeError(
+                "attention has no gradient on backend='triton'; "
+                "use backend='torch', torch.no_grad(), or detached inputs"
+            )
+        from cascade_lab.backends.triton.attention import run_passes as run_triton
+
+        return State(*run_triton(q, passes, out_dtype=out_dtype, **common))
+    from cascade_lab.backends.torch import attention as run_torch
+
+    partial_dtype = out_dtype if len(passes) == 1 else torch.promote_types(torch.float32, q.dtype)
+    states = [run_torch(q, **vars(one), out_dtype=partial_dtype, **common) for one in passes]
+    if len(states) == 1:
+        return State(*states[0])
+    o, lse = (torch.stack(parts, dim=1) for parts in zip(*states, strict=True))
+    return merge_states(o, lse, out_dtype=out_dtype, backend=backend)
+
+
+def check_pass(
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    cache_seqlens,
+    cu_seqlens_q,
+    *,
+    max_seqlen_q=None,
+    causal=False,
+    tree_mask=None,
+    tail_seqlens=None,
+    window_size=(-1, -1),
+) -> Pass:
+    """Check the arguments that say which rows read which keys, and fill in the absent ones."""
+    T = q.shape[0]
+    num_requests = _check_index("page_table", page_table, 2, q).shape[0]
+    _check_index("cache_seqlens", cache_seqlens, 1, q, num_requests, "[R]")
+    if max_seqlen_q is not None:
+        max_seqlen_q = _check_int("max_seqlen_q", max_seqlen_q, 0)
+    if cu_seqlens_q is None:
+        if num_requests != T:
+            raise ValueError(
+                f"cu_seqlens_q: expected row offsets, or None with one row per request (T = R), "
+                f"given None with T = {T} rows and R = {num_requests} requests"
+            )
+        cu_seqlens_q = torch.arange(T + 1, dtype=torch.int32, device=q.device)
+        max_seqlen_q = max(1, max_seqlen_q or 1)
+    _check_index("cu_seqlens_q", cu_seqlens_q, 1, q, num_requests + 1, "[R + 1]")
+    window_size = _check_window(window_size, causal)
+    _check_tree(tree_mask, tail_seqlens, window_size, causal, q, num_requests)
+    if runtime.checks_enabled():
+        longest = _check_rows(cu_seqlens_q, T, max_seqlen_q)
+        max_seqlen_q = longest if max_seqlen_q is None else max_seqlen_q
+        paging.check_page_table(page_table, cache_seqlens, k_cache.shape[0], k_cache.shape[1])
+        _check_tail(tree_mask, tail_seqlens, cu_seqlens_q, cache_seqlens)
+    elif max_seqlen_q is None:
+        max_seqlen_q = T
+    return Pass(
+        k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, window_size, tree_mask, tail_seqlens
+    )
 
 
 def _names(dtypes) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-def _check_heads(q, k_cache, v_cache, dtypes, backend) -> tuple[int, int, int]:
+def check_heads(q, k_cache, v_cache, backend: str) -> None:
     """q, k_cache and v_cache: rank, dtype, device, unit last stride, head counts and head dims."""
+    dtypes = INPUT_DTYPES[backend]
     layouts = {
         "q": (q, "[T, H_q, D]"),
         "k_cache": (k_cache, "[num_pages, page_size, H_kv, D]"),
@@ -163,7 +223,7 @@ def _check_heads(q, k_cache, v_cache, dtypes, backend) -> tuple[int, int, int]:
             raise ValueError(f"{name}: expected device {q.device} as q, given {x.device}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"{name}: expected unit stride in the last dim, given strides {x.stride()}")
-    T, H_q, D = q.shape
+    _, H_q, D = q.shape
     H_kv = k_cache.shape[2]
     if k_cache.shape[-1] != D or D < 1:
         raise ValueError(f"k_cache: expected head dim {D} >= 1 as q, given {tuple(k_cache.shape)}")
@@ -176,7 +236,6 @@ def _check_heads(q, k_cache, v_cache, dtypes, backend) -> tuple[int, int, int]:
         raise ValueError(f"k_cache: expected a page_size >= 1, given {tuple(k_cache.shape)}")
     if H_kv < 1 or H_q < 1 or H_q % H_kv:
         raise ValueError(f"q: expected H_q to be a positive multiple of H_kv = {H_kv}, given H_q = {H_q}")
-    return T, H_q, D
 
 
 def _check_index(name: str, x, rank: int, q: torch.Tensor, length: int | None = None, layout: str = "") -> torch.Tensor:
@@ -259,7 +318,7 @@ def _check_reads(reads, num_kv_heads: int, q: torch.Tensor) -> None:
 
 
 def _check_rows(cu_seqlens_q, T: int, max_seqlen_q: int | None) -> int:
-    """Row offsets run from 0 to T without falling; returns the largest number of rows of a request. Reads values back."""
+    """Row offsets run from 0 to T without falling; returns the most rows of a request. Reads values back."""
     offsets = cu_seqlens_q.tolist()
     lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
     if offsets[0] != 0 or offsets[-1] != T or min(lengths, default=0) < 0:

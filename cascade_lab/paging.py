@@ -54,8 +54,8 @@ def token_slots(page_table: torch.Tensor, row: int, length: int, page_size: int)
     _check_page_size(page_size)
     if not 0 <= length <= page_table.shape[1] * page_size:
         raise ValueError(
-            f"length: expected 0 to {page_table.shape[1] * page_size} tokens for {page_table.shape[1]} pages of {page_size}, "
-            f"given {length}"
+            f"length: expected 0 to {page_table.shape[1] * page_size} tokens for {page_table.shape[1]} pages "
+            f"of {page_size}, given {length}"
         )
     token = torch.arange(length, device=page_table.device)
     return page_table[row].long()[token // page_size] * page_size + token % page_size
@@ -88,9 +88,7 @@ def shared_prefix_len(
     return int(same.long().cumprod(0).sum()) * page_size
 
 
-def check_page_table(
-    page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int, page_size: int
-) -> None:
+def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int, page_size: int) -> None:
     """Raise ValueError unless every length fits its row and every page that is read exists. Reads the values back."""
     capacity = page_table.shape[1] * page_size
     wrong = (cache_seqlens < 0) | (cache_seqlens > capacity)
@@ -100,7 +98,10 @@ def check_page_table(
             f"cache_seqlens: expected 0 to {capacity} tokens ({page_table.shape[1]} pages of {page_size}), "
             f"given {int(cache_seqlens[r])} for request {r}"
         )
-    used = torch.arange(page_table.shape[1], device=page_table.device) < pages_needed(cache_seqlens.long(), page_size)[:, None]
+    used = (
+        torch.arange(page_table.shape[1], device=page_table.device)
+        < pages_needed(cache_seqlens.long(), page_size)[:, None]
+    )
     wrong = used & ((page_table < 0) | (page_table >= num_pages))
     if wrong.any():
         r, column = wrong.nonzero()[0].tolist()

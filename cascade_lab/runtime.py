@@ -88,8 +88,8 @@ def pick_backend(backend: str, tensor: torch.Tensor) -> str:
         require_triton()
         if not on_gpu and triton_mode() == "compiled":
             raise RuntimeError(
-                f"backend='triton' on {tensor.device.type} tensors runs in Triton's interpreter, but kernels are compiled "
-                f"in this process; start Python with {SWITCH}=1, or use backend='torch'"
+                f"backend='triton' on {tensor.device.type} tensors runs in Triton's interpreter, but kernels are "
+                f"compiled in this process; start Python with {SWITCH}=1, or use backend='torch'"
             )
     return backend
 

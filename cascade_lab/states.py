@@ -323,7 +323,9 @@ def _check_out(name, out, shape, dtype, device, inputs, unit_last_stride) -> Non
         if whole and other_name != "out":
             continue
         if _overlap(out, other):
-            raise ValueError(f"{name}: expected memory apart from {other_name} (or exactly {other_name}), given an overlap")
+            raise ValueError(
+                f"{name}: expected memory apart from {other_name} (or exactly {other_name}), given an overlap"
+            )
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
@@ -355,7 +357,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     bytes_of = []
     for view in (x, y):
         offset = torch.tensor([view.data_ptr() - start])
-        for n, s in ((*zip(view.shape, view.stride(), strict=True), (view.element_size(), None))):
+        for n, s in (*zip(view.shape, view.stride(), strict=True), (view.element_size(), None)):
             step = 1 if s is None else s * view.element_size()
             offset = (offset[:, None] + torch.arange(n) * step).reshape(-1)
         bytes_of.append(offset)

@@ -5,20 +5,26 @@ what makes the group share a tile: a K row is loaded once per KV head and row ti
 in three runs of tiles: those that only some rows see on the left (a window), those that all rows see (no mask at all),
 and those that only some rows see on the right (the diagonal, a tree's tail, the last partial tile).
 
-    s = scale q k^T,    m' = max(m, max s),    l' = l e^(m - m') + sum e^(s - m'),    acc' = acc e^(m - m') + e^(s - m') v
+    s = scale q k^T,  m' = max(m, max s),  l' = l e^(m - m') + sum e^(s - m'),  acc' = acc e^(m - m') + e^(s - m') v
 
 in powers of two; at the end o = acc / l and lse = ln 2 (m + log2 l).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from cascade_lab import runtime
-from cascade_lab.backends.triton.config import splits_for, tile_for
+from cascade_lab.backends.triton.config import Tile, splits_for, tile_for
 from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
+
+if TYPE_CHECKING:
+    from cascade_lab.attention import Pass
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -59,12 +65,13 @@ def _visible_span(i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT
 
 
 @triton.jit
-def _tree_bits(mask_ptr, o_mask, m_row, first, WORDS: tl.constexpr):
+def _tree_bits(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.constexpr):
     """Mask bits of 64 keys from tail position `first` on, per row [BLOCK_M] uint64; keys before the tail are set."""
     i_word = tl.maximum(first, 0) // 64
     shift = (tl.maximum(first, 0) % 64).to(tl.uint64)
-    low = tl.load(mask_ptr + o_mask + i_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
-    high = tl.load(mask_ptr + o_mask + i_word + 1, mask=m_row & (i_word + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+    p_word = mask_ptr + o_mask + i_word * stride_mask_word
+    low = tl.load(p_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
+    high = tl.load(p_word + stride_mask_word, mask=m_row & (i_word + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
     # two shifts, for a shift by 64 is undefined
     bits = (low >> shift) | ((high << (63 - shift)) << 1)
     # a masked tile starts less than BLOCK_N <= 64 keys before the tail
@@ -75,9 +82,9 @@ def _tree_bits(mask_ptr, o_mask, m_row, first, WORDS: tl.constexpr):
 @triton.jit
 def _attend_tile(
     b_q, b_acc, b_max, b_sum,
-    k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+    k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
     n_start, lo, hi, K, tail, left, right, scale, softcap,
-    stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+    stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
     D: tl.constexpr, D_V: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRETED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -95,11 +102,11 @@ def _attend_tile(
         i_page = o_n // page_size
         i_slot = o_n % page_size
     if MASKED:
-        page = tl.load(page_ptr + i_page, mask=m_n, other=0).to(tl.int64)
+        page = tl.load(page_ptr + i_page * stride_table_page, mask=m_n, other=0).to(tl.int64)
         m_k = m_n[:, None] & (o_d < D)
         m_v = m_n[:, None] & (o_v < D_V)
     else:
-        page = tl.load(page_ptr + i_page).to(tl.int64)
+        page = tl.load(page_ptr + i_page * stride_table_page).to(tl.int64)
         m_k = o_d < D
         m_v = o_v < D_V
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_V]
@@ -124,7 +131,7 @@ def _attend_tile(
         visible = m_n[None, :] & m_row[:, None]
         if TREE:
             tl.static_assert(BLOCK_N <= 64)
-            bits = _tree_bits(mask_ptr, o_mask, m_row, n_start - (K - tail), WORDS)
+            bits = _tree_bits(mask_ptr, o_mask, stride_mask_word, m_row, n_start - (K - tail), WORDS)
             column = tl.arange(0, BLOCK_N).to(tl.uint64)
             visible = visible & (((bits[:, None] >> column[None, :]) & 1) != 0)
         if LEFT:
@@ -150,11 +157,12 @@ def _attention_kernel(
     q_ptr, k_ptr, v_ptr, page_table_ptr, lengths_ptr, rows_ptr, mask_ptr, tails_ptr, o_ptr, lse_ptr, reads_ptr,
     scale, softcap, left, right, page_size, tiles_per_request,
     stride_q_t, stride_q_h, stride_k_page, stride_k_slot, stride_k_h, stride_v_page, stride_v_slot, stride_v_h,
-    stride_table, stride_mask, stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
+    stride_table, stride_table_page, stride_mask, stride_mask_word,
+    stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
     D: tl.constexpr, D_V: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr, SOFTCAP: tl.constexpr, READS: tl.constexpr,
-    INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr,
+    SOFTCAP: tl.constexpr, READS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # the last row tile of a request reads the most keys when causal, so it starts first
     i_r = tl.program_id(0) // tiles_per_request
@@ -204,23 +212,23 @@ def _attention_kernel(
         if LEFT:
             for t in tl.range(t_lo, f_lo, num_stages=1):
                 b_acc, b_max, b_sum = _attend_tile(
-                    b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+                    b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
                     t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
-                    stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+                    stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
                     D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
         for t in tl.range(f_lo, f_hi, num_stages=STAGES):
             b_acc, b_max, b_sum = _attend_tile(
-                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
                 t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
-                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
                 D, D_V, WORDS, PAGE, False, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
         for t in tl.range(f_hi, t_hi, num_stages=1):
             b_acc, b_max, b_sum = _attend_tile(
-                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, m_row, i_pos,
+                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
                 t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
-                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, page_size,
+                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
                 D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
@@ -236,65 +244,83 @@ def _attention_kernel(
             tl.atomic_add(reads_ptr + i_kv, tl.maximum(loaded, 0).to(tl.int64))
 
 
-def attention(
+def run_passes(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
+    passes: Sequence[Pass],
     *,
-    max_seqlen_q: int,
     softmax_scale: float,
-    window_size: tuple[int, int],
-    tree_mask: torch.Tensor | None,
-    tail_seqlens: torch.Tensor | None,
     softcap: float,
     num_splits: int | None,
     out_dtype: torch.dtype,
     reads: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch one pass; arguments as checked and filled in by `cascade_lab.attention`. Returns (o, lse).
+    """One launch per pass; arguments as checked and filled in by `cascade_lab.attention`. Returns (o, lse).
 
-    With splits, float32 partials [T, splits, H_q, D_v] go through the merge kernel, the same as any other states.
+    Several partial states per row, from several passes or several splits of one, are kept in float32
+    `[T, parts, H_q, D_v]` and go through one merge launch.
     """
     T, H_q, D = q.shape
-    page_size, H_kv = k_cache.shape[1:3]
-    D_v = v_cache.shape[-1]
+    D_v = passes[0].v_cache.shape[-1]
     o = torch.empty((T, H_q, D_v), dtype=out_dtype, device=q.device)
     lse = torch.empty((T, H_q), dtype=torch.float32, device=q.device)
-    R = page_table.shape[0]
-    if T == 0 or max_seqlen_q == 0:
+    if T == 0:
         return o, lse
-    group = H_q // H_kv
-    tile = tile_for(max_seqlen_q * group, max(D, D_v), q.dtype)
-    tiles = triton.cdiv(max_seqlen_q * group, tile.block_m)
+    tiles = [tile_for(one.max_seqlen_q * (H_q // one.k_cache.shape[2]), max(D, D_v), q.dtype) for one in passes]
     if num_splits is None:
-        on_gpu = runtime.triton_mode() == "compiled"
-        num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 0
-        num_splits = splits_for(R * tiles * H_kv, page_table.shape[1] * page_size, tile, num_sms)
-    if num_splits == 1:
+        splits = [_splits(q, one, tile) for one, tile in zip(passes, tiles, strict=True)]
+    else:
+        splits = [num_splits] * len(passes)
+    parts = sum(splits)
+    if parts == 1:
         part_o, part_lse = o[:, None], lse[:, None]
     else:
-        part_o = torch.empty((T, num_splits, H_q, D_v), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((T, num_splits, H_q), dtype=torch.float32, device=q.device)
-    # a dummy stands in for an argument that a constexpr switches off
-    mask = tree_mask if tree_mask is not None else cu_seqlens_q[:, None]
-    _attention_kernel[(R * tiles, H_kv, num_splits)](
-        q, k_cache, v_cache, page_table, cache_seqlens.contiguous(), cu_seqlens_q.contiguous(),
-        mask, tail_seqlens.contiguous() if tail_seqlens is not None else cache_seqlens, part_o, part_lse,
-        reads if reads is not None else cache_seqlens,
-        softmax_scale, softcap, *window_size, page_size, tiles,
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        page_table.stride(0), mask.stride(0), *part_o.stride()[:3], *part_lse.stride(),
-        D=D, D_V=D_v, GROUP=group, WORDS=mask.shape[1],
+        part_o = torch.empty((T, parts, H_q, D_v), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((T, parts, H_q), dtype=torch.float32, device=q.device)
+    at = 0
+    for one, tile, n in zip(passes, tiles, splits, strict=True):
+        _launch(q, one, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n], softmax_scale, softcap, reads)
+        at += n
+    if parts > 1:
+        merge_many(part_o, part_lse, o, lse)
+    return o, lse
+
+
+def _row_tiles(q: torch.Tensor, one: Pass, tile: Tile) -> int:
+    return triton.cdiv(one.max_seqlen_q * (q.shape[1] // one.k_cache.shape[2]), tile.block_m)
+
+
+def _splits(q: torch.Tensor, one: Pass, tile: Tile) -> int:
+    """Splits from static shapes; the interpreter runs one program at a time and gains nothing from them."""
+    if runtime.triton_mode() == "interpreted":
+        return 1
+    page_size, H_kv = one.k_cache.shape[1:3]
+    programs = one.page_table.shape[0] * _row_tiles(q, one, tile) * H_kv
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    return splits_for(programs, one.page_table.shape[1] * page_size, tile, num_sms)
+
+
+def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float, softcap: float, reads) -> None:
+    """One pass into o [T, splits, H_q, D_v] and lse [T, splits, H_q]."""
+    H_q, D = q.shape[1:]
+    page_size, H_kv = one.k_cache.shape[1:3]
+    D_v = one.v_cache.shape[-1]
+    tiles = _row_tiles(q, one, tile)
+    lengths, rows = one.cache_seqlens.contiguous(), one.cu_seqlens_q.contiguous()
+    # lengths stand in for an argument that a constexpr switches off
+    mask = one.tree_mask if one.tree_mask is not None else lengths[:, None]
+    tails = one.tail_seqlens.contiguous() if one.tail_seqlens is not None else lengths
+    _attention_kernel[(len(lengths) * tiles, H_kv, splits)](
+        q, one.k_cache, one.v_cache, one.page_table, lengths, rows, mask, tails, o, lse,
+        reads if reads is not None else lengths,
+        softmax_scale, softcap, *one.window_size, page_size, tiles,
+        *q.stride()[:2], *one.k_cache.stride()[:3], *one.v_cache.stride()[:3],
+        *one.page_table.stride(), *mask.stride(), *o.stride()[:3], *lse.stride(),
+        D=D, D_V=D_v, GROUP=H_q // H_kv, WORDS=mask.shape[1],
         PAGE=page_size if page_size & (page_size - 1) == 0 and page_size <= 1024 else 0,
-        SPLITS=num_splits, LEFT=window_size[0] >= 0, RIGHT=window_size[1] >= 0, TREE=tree_mask is not None, TAILS=tail_seqlens is not None,
+        SPLITS=splits, LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
+        TREE=one.tree_mask is not None, TAILS=one.tail_seqlens is not None,
         SOFTCAP=softcap > 0, READS=reads is not None, INTERPRETED=runtime.triton_mode() == "interpreted",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(D_v)),
         STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
-    if num_splits > 1:
-        merge_many(part_o, part_lse, o, lse)
-    return o, lse

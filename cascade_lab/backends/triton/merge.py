@@ -18,7 +18,7 @@ POS_INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Cast float32 `x` to `dtype`, to nearest even. The interpreter truncates to bfloat16, so there it is spelled out."""
+    """Cast float32 `x` to `dtype`, to nearest even; spelled out for bfloat16, which the interpreter truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -120,7 +120,7 @@ def _merge_many_kernel(
 
 
 def _launch(kernel, rows: int, D: int, *args) -> None:
-    """Rows x columns of a program fill 4 warps with 16-byte accesses; the interpreter pays per program, so more rows."""
+    """Rows x columns of a program fill 4 warps with 16-byte accesses; the interpreter pays per program: more rows."""
     interpreted = runtime.triton_mode() == "interpreted"
     block_d = triton.next_power_of_2(D)
     block_r = max(1, (16384 if interpreted else 512) // block_d)
