@@ -48,7 +48,8 @@ def merge_state(
     """Merge two states over disjoint key sets into the state over their union.
 
     Args:
-        o_a, o_b: `[T, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with unit last stride.
+        o_a, o_b: `[T, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with
+            unit last stride.
         lse_a, lse_b: `[T, H]` float32 (float64 on the torch backend), natural log, any strides: a transposed `[H, T]`
             tensor is read in place. -inf and +inf both mean "no keys"; NaN propagates.
         out, out_lse: where to write, `[T, H, D]` and `[T, H]`; each may be one of the inputs, whole.
@@ -94,8 +95,10 @@ def merge_states(
     """Merge S states over disjoint key sets at once.
 
     Args:
-        o: `[T, S, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with unit last stride.
-        lse: `[T, S, H]` float32 (float64 on the torch backend), natural log; -inf and +inf mean "no keys", NaN propagates.
+        o: `[T, S, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with unit last
+            stride.
+        lse: `[T, S, H]` float32 (float64 on the torch backend), natural log; -inf and +inf mean "no keys", NaN
+            propagates.
         out_dtype: dtype of the merged o; default that of `o`.
         backend: "auto", "triton" or "torch".
 
@@ -151,8 +154,8 @@ def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tens
     lengths = cu_seqlens_q.diff()
     if len(lengths) != lse.shape[0] or (lengths > lse.shape[2]).any() or (lengths < 0).any():
         raise ValueError(
-            f"cu_seqlens_q: expected {lse.shape[0]} requests of 0 to {lse.shape[2]} rows to match lse {tuple(lse.shape)}, "
-            f"given lengths {lengths.tolist()}"
+            f"cu_seqlens_q: expected {lse.shape[0]} requests of 0 to {lse.shape[2]} rows to match lse "
+            f"{tuple(lse.shape)}, given lengths {lengths.tolist()}"
         )
     kept = torch.arange(lse.shape[2], device=lse.device) < lengths[:, None]
     return lse.transpose(1, 2)[kept]
@@ -302,7 +305,7 @@ def _check_backend_dtypes(backend, tensors, out_dtype) -> None:
 
 
 def _check_out(name, out, shape, dtype, device, inputs, unit_last_stride) -> None:
-    """`out` has this shape, dtype and device, does not overlap itself, and is disjoint from each input or is that input."""
+    """`out` has this shape, dtype and device, does not overlap itself, and is apart from each input or all of it."""
     if out is None:
         return
     runtime.check_is_tensor(name, out)
