@@ -209,9 +209,7 @@ def test_claims_table_shows_the_latest_verdict_of_each_id(shown, capsys):
 
 
 def test_table_fits_the_terminal_and_is_one_line_per_claim_when_piped():
-    long = Claim(
-        "8.1", "word " * 40, "oracle", "0.0038911", "within 1e-07", "holds", 0.0038911, 0.00389109999
-    )
+    long = Claim("8.1", "word " * 40, "oracle", "0.0038911", "within 1e-07", "holds", 0.0038911, 0.00389109999)
     records = [long.record("n"), long.record("n") | {"id": "8.2", "measured": None}]
     assert len(format_table(records).splitlines()) == 4
     fitted = format_table(records, width=100).splitlines()

@@ -1,8 +1,8 @@
 """A claim is a sentence with two numbers: what was measured and what the derivation expects.
 
-It holds iff |measured - expected| <= tol, exactly equal for tol = 0; NaN never holds. Every claim names the instrument
-that took the measurement, and leaves one output that a reader, nbval and the runner all read. This module judges and
-records; it measures nothing.
+It holds iff |measured - expected| <= tol, exactly equal for tol = 0; NaN never holds. Every claim names the
+instrument that took the measurement, and leaves one output that a reader, nbval and the runner all read. This
+module judges and records; it measures nothing.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class AtLeast:
 class Claim:
     """One judged claim.
 
-    `expected` and `measured` are texts that are the same on every machine. `raw_expected` and `raw_measured` are JSON
-    values (a Fraction is written "p/q", a bound and a non-finite float as text); both are None when an output no longer
-    carries them, and `raw_measured` is None when nothing was measured.
+    `expected` and `measured` are texts that are the same on every machine. `raw_expected` and
+    `raw_measured` are JSON values (a Fraction is written "p/q", a bound and a non-finite float as text);
+    both are None when an output no longer carries them, and `raw_measured` is None when nothing was
+    measured.
     """
 
     id: str
@@ -69,10 +70,13 @@ class Claim:
     @property
     def line(self) -> str:
         """The claim in one line, stable between machines."""
+        return f"{self.id} {self.verdict}: {self.detail}"
+
+    @property
+    def detail(self) -> str:
+        """Statement, instrument, expected and measured in one line."""
         found = "" if self.measured is None else f", measured {self.measured}"
-        return (
-            f"{self.id} {self.verdict}: {self.statement} ({self.instrument}: expected {self.expected}{found})"
-        )
+        return f"{self.statement} ({self.instrument}: expected {self.expected}{found})"
 
     def record(self, notebook: str) -> dict[str, object]:
         """The claim as an object of claims.json: numbers as measured on this machine where they are known."""
@@ -98,23 +102,26 @@ def claim(
 ) -> None:
     """Assert that `measured` is `expected` within `tol`, and leave one output that says so.
 
-    In a notebook the output carries the claim as JSON and as one line of text; elsewhere the line is printed. Raw
-    numbers that differ between machines (a float measured against a tolerance or a bound, anything timed or recorded)
-    stand in the output's metadata only, so that the visible text can be compared.
+    In a notebook the output carries the claim as JSON and as one line of text; elsewhere the line is
+    printed. Raw numbers that differ between machines (a float measured against a tolerance or a bound,
+    anything timed or recorded) stand in the output's metadata only, so that the visible text can be
+    compared.
 
     Args:
         id: short name without spaces, unique in the notebook.
         statement: one sentence, plain text on one line.
-        measured: bool, int, Fraction, float, str, a list or tuple of these, or a torch or NumPy value of one element.
-            None says that this machine cannot measure it; only for "timed" and "recorded".
-        expected: as `measured`, or AtMost(x), AtLeast(x). Texts and truth values are compared with their own kind only.
+        measured: bool, int, Fraction, float, str, a list or tuple of these, or a torch or NumPy value of one
+            element. None says that this machine cannot measure it; only for "timed" and "recorded".
+        expected: as `measured`, or AtMost(x), AtLeast(x). Texts and truth values are compared with their
+            own kind.
         tol: absolute bound, element by element in sequences; 0 asks for exact equality.
-        instrument: "derived" (exact arithmetic), "oracle" (float64), "counted" (read counter or load recorder),
-            "timed" (a clock on this machine), "recorded" (a stored measurement).
+        instrument: "derived" (exact arithmetic), "oracle" (float64), "counted" (read counter or load
+            recorder), "timed" (a clock on this machine), "recorded" (a stored measurement).
 
     Raises:
         AssertionError: the claim fails; the output with verdict "fails" has been left before.
-        TypeError, ValueError: the claim cannot be judged, for example an array of many elements or truth against number.
+        TypeError, ValueError: the claim cannot be judged, for example an array of many elements, or a truth
+            value against a number.
     """
     if not isinstance(id, str) or not re.fullmatch(r"\S+", id):
         raise ValueError(f"id: expected a name without spaces, given {id!r}")
@@ -139,7 +146,8 @@ def claim(
     if measured is None:
         if instrument not in _MACHINE_BOUND:
             raise ValueError(
-                f"claim {id}: measured: None is for {' and '.join(_MACHINE_BOUND)} claims, given instrument {instrument!r}"
+                f"claim {id}: measured: None is for {' and '.join(_MACHINE_BOUND)} claims, "
+                f"given instrument {instrument!r}"
             )
         judged = Claim(id, statement, instrument, expected_text, None, NOT_MEASURED, raw_expected)
     else:
@@ -156,9 +164,7 @@ def claim(
         else:
             measured_text = "equal" if holds else "different"
         verdict = HOLDS if holds else FAILS
-        judged = Claim(
-            id, statement, instrument, expected_text, measured_text, verdict, raw_expected, _json(found)
-        )
+        judged = Claim(id, statement, instrument, expected_text, measured_text, verdict, raw_expected, _json(found))
 
     _claims_here[id] = judged
     raw = {"expected": judged.raw_expected, "measured": judged.raw_measured}
@@ -208,7 +214,7 @@ def format_table(records: Iterable[Mapping[str, object]], width: int | None = No
 
     Args:
         records: objects with the COLUMNS as keys, for example those of claims.json.
-        width: columns of the terminal; long cells are wrapped to fit. None writes one unwrapped line per claim.
+        width: columns of the terminal; long cells are wrapped to fit. None writes one line per claim.
     """
     rows = [[_cell(record[name]) for name in COLUMNS] for record in records]
     if not rows:
@@ -282,9 +288,7 @@ def _agrees(found: object, wanted: object, tol: object, name: str) -> bool:
         return found <= wanted.bound if isinstance(wanted, AtMost) else found >= wanted.bound
     if isinstance(found, tuple) and isinstance(wanted, tuple):
         # Every pair is judged, so that a wrong kind further on is not hidden by an earlier difference.
-        pairs = [
-            _agrees(f, w, tol, f"{name}[{i}]") for i, (f, w) in enumerate(zip(found, wanted, strict=False))
-        ]
+        pairs = [_agrees(f, w, tol, f"{name}[{i}]") for i, (f, w) in enumerate(zip(found, wanted, strict=False))]
         return len(found) == len(wanted) and all(pairs)
     if _is_number(found) and _is_number(wanted):
         if math.isnan(found) or math.isnan(wanted):
@@ -296,8 +300,8 @@ def _agrees(found: object, wanted: object, tol: object, name: str) -> bool:
         return abs(Fraction(found) - Fraction(wanted)) <= Fraction(tol)
     if type(found) is not type(wanted):
         raise TypeError(
-            f"{name}: measured {found!r} ({type(found).__name__}) cannot be compared with expected {wanted!r} "
-            f"({type(wanted).__name__})"
+            f"{name}: measured {found!r} ({type(found).__name__}) cannot be compared with "
+            f"expected {wanted!r} ({type(wanted).__name__})"
         )
     if tol:
         raise ValueError(f"{name}: tol is for numbers, given {tol!r} with {wanted!r}")
@@ -333,9 +337,7 @@ def _escape(text: str) -> str:
 
 def _markdown_line(claim: Claim) -> str:
     mark = {HOLDS: "✓", FAILS: "✗", NOT_MEASURED: "–"}[claim.verdict]
-    found = "" if claim.measured is None else f", measured {claim.measured}"
-    detail = _escape(f"{claim.statement} ({claim.instrument}: expected {claim.expected}{found})")
-    return f"{mark} **{_escape(claim.id)} {claim.verdict}**: {detail}"
+    return f"{mark} **{_escape(claim.id)} {claim.verdict}**: {_escape(claim.detail)}"
 
 
 def _show(data: dict[str, object], text: str, metadata: dict[str, object]) -> None:

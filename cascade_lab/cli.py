@@ -1,0 +1,197 @@
+"""The `cascade-lab` command: run the notebooks, refresh and check the committed ones, show claims, measure.
+
+The notebook tools are imported where they are used, so that help, claims and bench work without them. Exit
+status: 0 all well, 1 something failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import cascade_lab
+from cascade_lab.evidence import notebooks
+from cascade_lab.evidence.claims import FAILS, print_table
+from cascade_lab.evidence.parameters import UsageError
+
+_EXAMPLES = """\
+examples:
+  cascade-lab run                              every notebook, results in build/
+  cascade-lab run 01 -p seed 3                 one notebook with another value of its parameter `seed`
+  cascade-lab run --output ../results          from a checkout that cannot be written
+  cascade-lab claims                           the table of the last run again
+  cascade-lab check                            are the committed notebooks canonical and fresh?
+
+exit status: 0 all well, 1 something failed, 2 wrong usage
+"""
+_INSTALL = "the notebook tools come with: pip install 'cascade-lab[notebooks]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one command line and return its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return options.carry_out(options)
+    except UsageError as error:
+        print(f"cascade-lab {options.command}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"cascade-lab {options.command}: {error}; {_INSTALL}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe left early; Python would complain once more when it flushes at exit.
+        sys.stdout = None
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cascade-lab",
+        description="Run, refresh and check the notebooks of cascade_lab, show their claims, and measure kernels.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cascade-lab {cascade_lab.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    names = argparse.ArgumentParser(add_help=False)
+    names.add_argument("names", nargs="*", metavar="NAME", help="notebook by name or its beginning (default: all)")
+    source = argparse.ArgumentParser(add_help=False)
+    source.add_argument(
+        "--notebooks", type=Path, metavar="DIR", help="notebooks folder (default: notebooks/, here or above)"
+    )
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for results (default: build/ beside the notebooks folder)"
+    )
+    timeout = argparse.ArgumentParser(add_help=False)
+    timeout.add_argument(
+        "--timeout", type=_seconds, default=120, metavar="S", help="seconds for each cell (default: %(default)s)"
+    )
+
+    run = commands.add_parser(
+        "run",
+        parents=[names, source, output, timeout],
+        help="execute notebooks and print their claims",
+        description="Execute notebooks into the output folder as NAME.ipynb and NAME.html, write claims.json, and "
+        "print the table of claims. A notebook that fails is kept in failed/ and makes the exit status 1.",
+        epilog="example: cascade-lab run 01_lse_splitting -p seed 3",
+    )
+    run.add_argument(
+        "-p",
+        "--parameter",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="set a parameter; its type is that of the notebook's parameters cell, a list is written as in Python "
+        "(repeatable)",
+    )
+    run.set_defaults(carry_out=_run)
+
+    refresh = commands.add_parser(
+        "refresh",
+        parents=[names, source, timeout],
+        help="re-execute the committed notebooks and rewrite them",
+        description="Execute the committed notebooks with default parameters on the CPU interpreter and write them "
+        "back in canonical form; byte-identical when nothing changed, untouched when anything fails.",
+    )
+    refresh.set_defaults(carry_out=_refresh)
+
+    check = commands.add_parser(
+        "check",
+        parents=[names, source, timeout],
+        help="are the committed notebooks canonical and fresh?",
+        description="Check the form of the committed notebooks, then execute them on the CPU interpreter and compare "
+        "their outputs. Writes nothing.",
+    )
+    check.add_argument("--no-run", action="store_true", help="check the form alone")
+    check.set_defaults(carry_out=_check)
+
+    claims = commands.add_parser(
+        "claims",
+        parents=[source, output],
+        help="print the claims of the last runs",
+        description="Print the table of claims from claims.json in the output folder.",
+    )
+    claims.set_defaults(carry_out=_claims)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure on this machine",
+        description="Time the kernels on this machine and print ratios beside their bounds.",
+    )
+    try:
+        from cascade_lab.evidence.bench import add_arguments
+    except ImportError as error:
+        bench.epilog = f"not available here: {error}"
+    else:
+        add_arguments(bench)
+    bench.set_defaults(carry_out=_bench)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    parameters: dict[str, object] = {}
+    for name, text in options.parameter:
+        if name in parameters:
+            raise UsageError(f"parameter {name!r} is given twice")
+        parameters[name] = text
+    folder = notebooks.find_folder(options.notebooks)
+    return notebooks.run(
+        options.names, parameters, folder=folder, output=_output(options, folder), cell_timeout=options.timeout
+    )
+
+
+def _refresh(options: argparse.Namespace) -> int:
+    folder = notebooks.find_folder(options.notebooks)
+    return notebooks.refresh(
+        options.names, folder=folder, figures=folder.parent / "figures", cell_timeout=options.timeout
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    folder = notebooks.find_folder(options.notebooks)
+    return notebooks.check(
+        options.names,
+        folder=folder,
+        figures=folder.parent / "figures",
+        execute_notebooks=not options.no_run,
+        cell_timeout=options.timeout,
+    )
+
+
+def _claims(options: argparse.Namespace) -> int:
+    output = _output(options, None if options.output else notebooks.find_folder(options.notebooks))
+    records = notebooks.read_claims(output)
+    if not records:
+        print(f"no claims in {output} yet; `cascade-lab run` makes them", file=sys.stderr)
+        return 1
+    print_table(records)
+    return 1 if any(record["verdict"] == FAILS for record in records) else 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from cascade_lab.evidence import bench
+
+    return bench.run(options)
+
+
+def _output(options: argparse.Namespace, folder: Path | None) -> Path:
+    return (options.output or folder.parent / "build").resolve()
+
+
+def _seconds(text: str) -> int:
+    seconds = int(text)
+    if seconds < 1:
+        raise ValueError(text)
+    return seconds

@@ -1,0 +1,491 @@
+"""The runner believes a notebook only when every cell ran and every claim stands (K71 to K86)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("papermill")
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4.rwbase import split_lines
+
+from cascade_lab.evidence import canonical, notebooks
+from cascade_lab.evidence.claims import MIME
+from cascade_lab.evidence.execution import check_runnable, load
+from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
+
+CLAIM = "from cascade_lab.evidence.claims import claim\n"
+PARAMETERS = "rows: int = 3  # query rows\nscale: float = 0.5\nnames: list[str] = ['a']"
+
+
+def code(source, *tags, outputs=(), count=None):
+    cell = new_code_cell(source, outputs=list(outputs), execution_count=count)
+    if tags:
+        cell.metadata["tags"] = list(tags)
+    return cell
+
+
+def write(folder, name, *cells, parameters=PARAMETERS, metadata=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    head = [new_markdown_cell("# A title")]
+    if parameters is not None:
+        head.append(code(parameters, "parameters"))
+    notebook = new_notebook(cells=[*head, *(code(c) if isinstance(c, str) else c for c in cells)])
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number}"
+    notebook.metadata.update(metadata or {})
+    path = folder / f"{name}.ipynb"
+    path.write_text(nbformat.writes(notebook), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "notebooks"
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "build"
+
+
+def left_behind(output):
+    return [path.name for path in output.rglob(".*")]
+
+
+def test_a_good_run_publishes_page_notebook_and_claims(tmp_path, monkeypatch, capsys):
+    """K77, K79, K86: typed parameters, this interpreter whatever is installed, sources and caller untouched."""
+    folder, output = tmp_path / "a {name} here" / "notebooks", tmp_path / "out {put}"
+    path = write(
+        folder,
+        "01_good",
+        "import os, sys, pathlib\nprint(pathlib.Path.cwd().name, rows, scale, names, flush=True)",
+        CLAIM + f"claim('1.1', 'this interpreter', measured=sys.executable == {sys.executable!r}, expected=True)",
+        CLAIM + "claim('1.2', 'rows arrive', measured=rows, expected=5)\n"
+        "claim('1.3', 'small', measured=1e-9, expected=0, tol=1e-6)",
+        "from IPython.display import display\nimport base64\n"
+        "pixel = base64.b64encode(b'not shown').decode()\n"
+        "display({'image/png': pixel}, raw=True, metadata={'image/png': {'alt': 'Two <bars> \"side\" by side'}})\n"
+        "figures = pathlib.Path(os.environ['CASCADE_LAB_FIGURES'])\nfigures.mkdir()\n"
+        "_ = (figures / 'bars.svg').write_text('<svg/>')",
+        metadata={"kernelspec": {"name": "dev-env", "display_name": "dev"}},
+    )
+    spec = tmp_path / "jupyter" / "kernels" / "python3"
+    spec.mkdir(parents=True)
+    (spec / "kernel.json").write_text('{"argv": ["false"], "display_name": "bogus", "language": "python"}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    before = path.read_bytes()
+
+    status = notebooks.run(["01"], {"rows": "5", "scale": "2", "names": "['x', 'y']"}, folder=folder, output=output)
+
+    shown = capsys.readouterr()
+    assert (status, shown.err) == (0, "")
+    assert re.search(r"^1\.2 +rows arrive +oracle +5 +5 +holds$", shown.out, re.MULTILINE)
+    assert path.read_bytes() == before
+    assert list((tmp_path / "elsewhere").iterdir()) == list(folder.glob("*.[!i]*")) == []
+    executed = nbformat.read(output / "01_good.ipynb", as_version=4)
+    assert executed.cells[3].outputs[0].text == "notebooks 5 2.0 ['x', 'y']\n"
+    assert executed.metadata.kernelspec.name == "python3"
+    text = (output / "01_good.ipynb").read_text()
+    assert "papermill" not in text.replace("injected-parameters", "")
+    assert str(tmp_path) not in text
+    page = (output / "01_good.html").read_text()
+    assert 'alt="Two &lt;bars&gt; &quot;side&quot; by side"' in page or "alt='Two &lt;bars&gt;" in page
+    assert (output / "figures" / "bars.svg").read_text() == "<svg/>"
+    records = json.loads((output / "claims.json").read_text())
+    assert [record["id"] for record in records] == ["1.1", "1.2", "1.3"]
+    assert records[2] == {
+        "id": "1.3",
+        "notebook": "01_good",
+        "statement": "small",
+        "instrument": "oracle",
+        "expected": 0,
+        "measured": 1e-9,
+        "verdict": "holds",
+    }
+    assert left_behind(output) == []
+
+
+FAILURES = {
+    "exception": ("1 / 0", "ZeroDivisionError: division by zero"),
+    "claim": (CLAIM + "claim('9.1', 'sum', measured=3, expected=4)", r"AssertionError: claim 9\.1 fails: sum: .*3.*4"),
+    "swallowed claim": (
+        CLAIM + "try:\n    claim('9.1', 'sum', measured=3, expected=4)\nexcept AssertionError:\n    pass",
+        r"claim 9\.1 fails: sum",
+    ),
+    "repeated id": (
+        CLAIM + "for i in (1, 1):\n    claim('9.1', 'one', measured=i, expected=1)",
+        r"'9\.1' is used twice",
+    ),
+    "system exit": ("import sys\nsys.exit(0)", "SystemExit"),
+    "unknown magic": ("%nosuch", "UsageError: Line magic function `%nosuch` not found"),
+    "unknown cell magic": ("%%nosuch\n1", "UsageError: Cell magic `%%nosuch` not found"),
+    "bash": ("%%bash\nfalse", "CalledProcessError"),
+    "dead kernel": ("import os\nos._exit(0)", r"DeadKernelError"),
+    "endless": ("while True: pass", r"longer than 3 s"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failing_cell_fails_the_run_and_is_kept_apart(kind, folder, output, capsys):
+    """K80: one message with notebook, cell and cause; nothing of it is taken for a result."""
+    source, cause = FAILURES[kind]
+    write(folder, "01_bad", code(source))
+    output.mkdir()
+    for name in ("01_bad.ipynb", "01_bad.html"):
+        (output / name).write_text("the last good one")
+    old = {"id": "9.0", "notebook": "01_bad", "statement": "s", "instrument": "oracle", "expected": 1, "measured": 1}
+    other = old | {"notebook": "02_other"}
+    (output / "claims.json").write_text(json.dumps([each | {"verdict": "holds"} for each in (old, other)]))
+    started = time.monotonic()
+
+    assert notebooks.run(["01_bad"], folder=folder, output=output, cell_timeout=3) == 1
+
+    assert time.monotonic() - started < 30
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert re.match(rf"01_bad\.ipynb, cell 3: .*{cause}", message)
+    assert [(output / n).read_text() for n in ("01_bad.ipynb", "01_bad.html")] == ["the last good one"] * 2
+    assert (output / "failed" / "01_bad.ipynb").exists()
+    records = json.loads((output / "claims.json").read_text())
+    assert [r["verdict"] for r in records if r["notebook"] == "01_bad"] == ["fails"] * ("claim" in kind)
+    assert [r["verdict"] for r in records if r["notebook"] == "02_other"] == ["holds"]
+    assert left_behind(output) == []
+
+
+def test_the_others_run_when_one_fails_and_a_later_success_clears_the_failure(folder, output, capsys):
+    write(folder, "01_none", "x = rows")
+    write(folder, "02_good", CLAIM + "claim('2.1', 'rows', measured=rows, expected=3, instrument='derived')")
+    assert notebooks.run(folder=folder, output=output) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("01_none.ipynb: makes no claim")
+    assert "2.1" in shown.out
+    assert not (output / "01_none.ipynb").exists()
+    write(folder, "01_none", CLAIM + "claim('1.1', 'rows', measured=rows, expected=3, instrument='derived')")
+    assert notebooks.run(["01"], folder=folder, output=output) == 0
+    assert not (output / "failed" / "01_none.ipynb").exists()
+    assert [r["notebook"] for r in notebooks.read_claims(output)] == ["01_none", "02_good"]
+
+
+@pytest.mark.parametrize("delivery", ["process", "group"])
+def test_an_interrupt_leaves_no_kernel_behind(delivery, folder, output):
+    write(
+        folder,
+        "01_slow",
+        "import os, time, pathlib\n_ = pathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)",
+    )
+    command = [sys.executable, "-m", "cascade_lab", "run", "--notebooks", str(folder), "--output", str(output)]
+    checkout = Path(notebooks.__file__).parents[2]
+    child = subprocess.Popen(command, cwd=checkout, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    pid = folder / "pid"
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    kernel = int(pid.read_text())
+    (os.kill if delivery == "process" else os.killpg)(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(kernel, 0)
+    assert not (output / "01_slow.ipynb").exists()
+    assert left_behind(output) == []
+
+
+def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_path, capfd):
+    """K71, K84, K86: split prints merge, ignored cells may differ, the file keeps its bytes."""
+    figures = tmp_path / "figures"
+    path = write(
+        folder,
+        "01_good",
+        "import os, pathlib, time\nfor i in range(3):\n    print(i, flush=True)\n    time.sleep(0.05)",
+        code("time.time_ns()", "nbval-ignore-output"),
+        code("print(os.environ['TRITON_INTERPRET'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"),
+        code(
+            CLAIM + "claim('1.1', 'rows', measured=rows, expected=AtMost(3))".replace("AtMost(3)", "3"),
+            "nbval-check-output",
+        ),
+        "folder = pathlib.Path(os.environ['CASCADE_LAB_FIGURES'])\nfolder.mkdir(exist_ok=True)\n"
+        "_ = (folder / 'a.svg').write_text('<svg>1</svg>')",
+    )
+    assert notebooks.check(folder=folder, figures=figures) == 1
+    assert "never ran" in capfd.readouterr().err
+    assert notebooks.refresh(folder=folder, figures=figures) == 0
+    first = path.read_bytes()
+    assert load(path).cells[2].outputs == [new_output("stream", name="stdout", text="0\n1\n2\n")]
+    assert load(path).cells[4].outputs[0].text == "1 ''\n"
+    assert "metadata" not in load(path).cells[5].outputs[0] or MIME not in load(path).cells[5].outputs[0].metadata
+    assert notebooks.refresh(folder=folder, figures=figures) == 0
+    assert path.read_bytes() == first
+    assert capfd.readouterr().err == ""
+
+    path.write_bytes(first.replace(b'"1\\n"', b'"7\\n"'))
+    (figures / "a.svg").write_text("<svg>2</svg>")
+    assert notebooks.check(folder=folder, figures=figures) == 1
+    errors = capfd.readouterr().err
+    assert "01_good.ipynb, cell 3: output differs from a fresh run: stdout: '7' committed, '1' now" in errors
+    assert "figures/a.svg is not what a fresh run draws" in errors
+
+
+def test_a_failing_refresh_changes_nothing(folder, tmp_path, capsys):
+    good = write(folder, "01_good", CLAIM + "claim('1.1', 'rows', measured=rows, expected=3)")
+    bad = write(folder, "02_bad", "import nosuch_module")
+    before = good.read_bytes(), bad.read_bytes()
+    assert notebooks.refresh(folder=folder, figures=tmp_path / "figures") == 1
+    assert (good.read_bytes(), bad.read_bytes()) == before
+    assert "02_bad.ipynb, cell 3: ModuleNotFoundError: No module named 'nosuch_module'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cell", "cause"),
+    [
+        (code("1", "nbval-skip"), "tag 'nbval-skip'"),
+        (code("1", "skip-execution"), "tag 'skip-execution'"),
+        (code("1 / 0", "raises-exception"), "tag 'raises-exception'"),
+        (code("# NBVAL_SKIP\n1"), "NBVAL_SKIP"),
+        (code("!false"), "%%bash"),
+        (code("files = !ls"), "%%bash"),
+        (code("if True:\n    !false"), "%%bash"),
+    ],
+)
+def test_cells_whose_failure_would_be_hidden_are_refused(cell, cause, folder):
+    with pytest.raises(NotebookError, match=rf"^cell 3: .*{cause}"):
+        check_runnable(load(write(folder, "01_hidden", cell)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "cause"),
+    [
+        (None, "exactly one cell tagged 'parameters', found 0"),
+        ("n = 3 + 4", "not a literal"),
+        ("n = max(1, 2)", "not a literal"),
+        ("n = 1\ntwice = n * 2", "not a literal"),
+        ("import os", "only `name = literal`"),
+        ("a = b = 1", "only `name = literal`"),
+        ("n: int", "only `name = literal`"),
+        ("n += 1", "only `name = literal`"),
+        ("n = 1\nn = 2", "'n' twice"),
+        ("n: int = 1.5", "not of type int"),
+        ("n: int = True", "not of type int"),
+        ("n: int = '4'", "not of type int"),
+        ("n: bool = 1", "not of type bool"),
+        ("n: list[int] = [1, 'a']", r"not of type list\[int\]"),
+        ("n: complex = 1", "unknown type 'complex'"),
+        ("n = None", "type annotation"),
+        ("n = []", "type annotation"),
+        ("n = {'a': 1}", "type annotation"),
+        ("n = f'{1}'", "not a literal"),
+        ("%load_ext x", "not plain Python"),
+    ],
+)
+def test_a_parameters_cell_holds_literals_only(parameters, cause, folder):
+    with pytest.raises(NotebookError, match=cause):
+        read_parameters(load(write(folder, "01", "x = 1", parameters=parameters)))
+
+
+def test_two_parameters_cells_are_refused(folder):
+    with pytest.raises(NotebookError, match="cell 3: expected exactly one cell tagged 'parameters', found 2"):
+        read_parameters(load(write(folder, "01", code("m = 1", "parameters"))))
+
+
+KINDS = "n: int = 1\nx: float = 1\nb = False\ns = 'a'\nl: list[float] = []\no: int | None = None\nt: 'str | None' = 'a'"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("n", "-4", -4),
+        ("n", 7, 7),
+        ("x", "1e-3", 1e-3),
+        ("x", "2", 2.0),
+        ("b", "true", True),
+        ("b", "False", False),
+        ("s", "12", "12"),
+        ("s", "{x} 'quoted'", "{x} 'quoted'"),
+        ("l", "[1, 2.5]", [1.0, 2.5]),
+        ("o", "None", None),
+        ("o", "3", 3),
+        ("t", "None", None),
+        ("t", "b", "b"),
+    ],
+)
+def test_values_take_the_type_of_the_parameters_cell(name, given, value, folder):
+    parameters = read_parameters(load(write(folder, "01", parameters=KINDS)))
+    bound = bind(parameters, {name: given}, "01.ipynb")[name]
+    assert (type(bound), bound) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("n", "1.0"),
+        ("n", "True"),
+        ("n", True),
+        ("n", "four"),
+        ("n", "1 + 1"),
+        ("n", "None"),
+        ("x", "1e999"),
+        ("x", "1" + "0" * 400),
+        ("x", "[1]"),
+        ("b", "1"),
+        ("b", "yes"),
+        ("l", "1"),
+        ("l", "['a']"),
+        ("l", "[True]"),
+        ("o", "1.5"),
+        ("s", 3),
+        ("s", None),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(name, given, folder):
+    parameters = read_parameters(load(write(folder, "01", parameters=KINDS)))
+    with pytest.raises(UsageError, match=rf"01\.ipynb: parameter '{name}': expected .*, given "):
+        bind(parameters, {name: given}, "01.ipynb")
+
+
+def test_an_unknown_parameter_is_refused_with_the_known_ones_listed(folder, output):
+    """K77: a misspelt name never falls back to the default."""
+    path = write(folder, "01_good", "x = 1")
+    with pytest.raises(
+        UsageError, match=r"01_good\.ipynb: unknown parameter 'row'.*rows: int = 3, scale: float = 0\.5"
+    ):
+        notebooks.run([], {"row": "4"}, folder=folder, output=output)
+    assert not output.exists()
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "stems"),
+    [((), ["01_a", "02_ab", "02_b"]), (("02_a",), ["02_ab"]), (("notebooks/01_a.ipynb", "01"), ["01_a"])],
+)
+def test_notebooks_are_chosen_by_name_or_beginning(names, stems, folder):
+    for name in ("02_b", "01_a", "02_ab"):
+        write(folder, name)
+    assert [path.stem for path in notebooks.select(folder, names)] == stems
+
+
+@pytest.mark.parametrize("name", ["02", "03", ""])
+def test_a_name_that_fits_none_or_several_is_refused(name, folder):
+    for each in ("01_a", "02_a", "02_b"):
+        write(folder, each)
+    with pytest.raises(UsageError, match="the notebooks are 01_a, 02_a, 02_b"):
+        notebooks.select(folder, [name])
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"cells": [], "nbformat": 4}', "[1]", '{"nbformat": 4, "cells": [{}]}'])
+def test_a_file_that_is_no_notebook_fails_by_name(text, folder, output, capsys):
+    folder.mkdir()
+    (folder / "01_broken.ipynb").write_text(text)
+    assert notebooks.run(folder=folder, output=output) == 1
+    assert capsys.readouterr().err.startswith("01_broken.ipynb: not ")
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(folder, tmp_path):
+    write(folder, "01_good", "x = 1")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--output"):
+        notebooks.run(folder=folder, output=tmp_path / "file" / "build")
+
+
+def claim_output(instrument="oracle"):
+    fields = {"id": "1", "statement": "s", "expected": "1", "measured": "1", "verdict": "holds"}
+    return new_output("display_data", data={MIME: fields | {"instrument": instrument}})
+
+
+def image(**metadata):
+    return new_output("display_data", data={"image/png": "aGk="}, metadata=metadata)
+
+
+def good_cells():
+    return [
+        code("claim()", "nbval-check-output", outputs=[claim_output()], count=2),
+        code("picture()", outputs=[image(**{"image/png": {"alt": "bars"}})], count=3),
+    ]
+
+
+def committed(folder, *cells, parameters=PARAMETERS, change=lambda notebook: None):
+    path = write(folder, "01_good", *cells, parameters=parameters)
+    notebook = load(path)
+    notebook.cells[1].execution_count = 1
+    notebook = canonical.canonical(notebook)
+    change(notebook)
+    # Written without nbformat, which would mend ids on the way.
+    text = json.dumps(split_lines(notebook), sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_canonical_notebook_has_no_problems(folder):
+    assert canonical.problems(committed(folder, *good_cells())) == []
+
+
+def set_cell(number, **fields):
+    def change(notebook):
+        notebook.cells[number - 1].update(fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda n: n.metadata.update(papermill={}), "not in canonical form"),
+        (lambda n: n.metadata.kernelspec.update(name="dev"), "not in canonical form"),
+        (lambda n: n.cells[2].metadata.update(execution={}), "not in canonical form"),
+        (lambda n: n.cells[3].update(id=n.cells[2].id), "not in canonical form"),
+        (lambda n: n.cells[3].pop("id"), "not in canonical form"),
+        (set_cell(4, execution_count=7), "not in canonical form"),
+        (set_cell(4, execution_count=None), "cell 4: never ran"),
+        (set_cell(4, source=" "), "cell 4: empty code cell"),
+        (set_cell(4, source="\n".join(["x = 1"] * 26)), "cell 4: 26 lines of code"),
+        (set_cell(4, source="%pip install x"), "cell 4: installs packages"),
+        (set_cell(4, source="!ls"), "cell 4: a failing"),
+        (set_cell(4, source="# NBVAL_IGNORE_OUTPUT"), "cell 4: an nbval comment"),
+        (set_cell(4, source="open('/home/someone/x')"), "cell 4: absolute path"),
+        (set_cell(4, outputs=[new_output("stream", name="stderr", text="warn")]), "cell 4: stderr output 'warn'"),
+        (set_cell(4, outputs=[new_output("stream", text="at /tmp/x")]), "cell 4: absolute path '/tmp/x' in the output"),
+        (set_cell(4, outputs=[new_output("error", ename="E", evalue="")]), "cell 4: error output E"),
+        (
+            set_cell(4, outputs=[new_output("display_data", data={"text/plain": "<f at 0x7f12ab34cd>"})]),
+            "cell 4: object address",
+        ),
+        (set_cell(4, outputs=[image()]), "cell 4: image/png output without alternative text"),
+        (set_cell(4, outputs=[image(**{"image/png": {"alt": " "}})]), "cell 4: image/png output without alternative"),
+        (set_cell(3, metadata={}), "cell 3: claim 1 needs the tag 'nbval-check-output'"),
+        (set_cell(3, metadata={"tags": ["nbval-ignore-output"]}), "cell 3: claim 1 is not compared"),
+        (set_cell(3, outputs=[]), "makes no claim"),
+        (set_cell(2, metadata={}), "exactly one cell tagged 'parameters', found 0"),
+        (set_cell(1, source="## Lower"), "expected exactly one level-1 heading, found 0"),
+        (set_cell(1, source="# One\n\n### Three"), "heading 'Three' of level 3 follows level 1"),
+        (set_cell(1, source="# One\n```\n# comment\n```\n# Two"), "expected exactly one level-1 heading, found 2"),
+        (set_cell(1, source="# One ![](a.png)"), "cell 1: image without alternative text"),
+    ],
+)
+def test_every_rule_of_a_committed_notebook_is_checked(change, problem, folder):
+    found = canonical.problems(committed(folder, *good_cells(), change=change))
+    assert any(problem in each for each in found), found
+
+
+def test_a_timed_claim_need_not_be_compared(folder):
+    cell = code("claim()", outputs=[claim_output("timed")], count=4)
+    assert canonical.problems(committed(folder, *good_cells(), cell)) == []
+    cell = code("claim()", "nbval-ignore-output", outputs=[claim_output("recorded")], count=4)
+    assert canonical.problems(committed(folder, *good_cells(), cell)) == []
+
+
+def test_canonical_form_is_stable_and_keeps_ids(folder):
+    path = committed(folder, *good_cells())
+    notebook = load(path)
+    assert [cell.id for cell in notebook.cells] == ["cell-0", "cell-1", "cell-2", "cell-3"]
+    assert canonical.text_of(canonical.canonical(notebook)) == path.read_text()
