@@ -5,6 +5,8 @@ A computation is a list of levels, passes of query rows over cached tokens, whos
 
 from cascade_lab import runtime  # first: it sets Triton's interpreter switch
 from cascade_lab.attention import attention
+from cascade_lab.drafts import DraftTree, VerifyBatch
+from cascade_lab.levels import Ledger, Level, cascade_attention, ledger
 from cascade_lab.states import (
     State,
     lse_from_base2,
@@ -19,8 +21,14 @@ from cascade_lab.states import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "DraftTree",
+    "Ledger",
+    "Level",
     "State",
+    "VerifyBatch",
     "attention",
+    "cascade_attention",
+    "ledger",
     "lse_from_base2",
     "lse_from_heads_first",
     "lse_from_padded",

@@ -61,6 +61,16 @@ def token_slots(page_table: torch.Tensor, row: int, length: int, page_size: int)
     return page_table[row].long()[token // page_size] * page_size + token % page_size
 
 
+def branch_capacity(prefix_len: int, branches: int, steps: int, page_size: int) -> int:
+    """Slots from the last whole prefix page on, when every branch owns the pages of its tail and its `steps` tokens.
+
+    branches x ceil((prefix_len mod page_size + steps) / page_size) x page_size: the tail is the part of the prefix that
+    does not fill a page, and one branch may own its original.
+    """
+    _check_page_size(page_size)
+    return branches * pages_needed(prefix_len % page_size + steps, page_size) * page_size
+
+
 def shared_prefix_len(
     page_table: torch.Tensor, cache_seqlens: torch.Tensor, computed_lens: torch.Tensor, page_size: int
 ) -> int:
@@ -86,6 +96,70 @@ def shared_prefix_len(
     limit = int(torch.minimum(cache_seqlens, computed_lens).min())
     same = (page_table == page_table[0]).all(0)[: max(limit, 0) // page_size]
     return int(same.long().cumprod(0).sum()) * page_size
+
+
+def page_table_from_csr(
+    indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page table and lengths from FlashInfer's paged-KV arrays.
+
+    Args:
+        indptr: `[R + 1]` int32 offsets into `indices`, rising from 0.
+        indices: `[indptr[-1]]` int32 page ids, request after request.
+        last_page_len: `[R]` int32 tokens in each request's last page, 1 to page_size; 0 for a request without pages.
+        page_size: tokens per page.
+
+    Returns:
+        (`[R, max_pages]` int32 padded by -1, `[R]` int32 cache_seqlens = (pages - 1) x page_size + last_page_len).
+
+    Raises:
+        ValueError: offsets that do not rise from 0 to len(indices), or a last_page_len outside its range.
+    """
+    _check_page_size(page_size)
+    pages = indptr.diff()
+    if indptr.dim() != 1 or len(indptr) == 0 or indptr[0] != 0 or indptr[-1] != len(indices) or (pages < 0).any():
+        raise ValueError(
+            f"indptr: expected offsets rising from 0 to len(indices) = {len(indices)}, given {indptr.tolist()}"
+        )
+    if last_page_len.shape != pages.shape:
+        raise ValueError(f"last_page_len: expected shape {tuple(pages.shape)}, given {tuple(last_page_len.shape)}")
+    wrong = torch.where(pages == 0, last_page_len != 0, (last_page_len < 1) | (last_page_len > page_size))
+    if wrong.any():
+        r = int(wrong.nonzero()[0])
+        expected = f"1 to {page_size}" if pages[r] else "0 for a request without pages"
+        raise ValueError(f"last_page_len: expected {expected}, given {int(last_page_len[r])} for request {r}")
+    used = torch.arange(int(pages.max()) if len(pages) else 0, device=pages.device) < pages[:, None]
+    table = torch.full(used.shape, -1, dtype=torch.int32, device=pages.device)
+    table[used] = indices.to(torch.int32)
+    return table, (torch.clamp(pages - 1, min=0) * page_size + last_page_len).to(torch.int32)
+
+
+def page_table_to_csr(
+    page_table: torch.Tensor, cache_seqlens: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FlashInfer's (indptr, indices, last_page_len), all int32, from a page table; inverse of `page_table_from_csr`.
+
+    Raises:
+        ValueError: a length that its row cannot hold.
+    """
+    _check_page_size(page_size)
+    check_page_table(page_table, cache_seqlens, torch.iinfo(torch.int32).max, page_size)
+    pages = pages_needed(cache_seqlens, page_size)
+    used = torch.arange(page_table.shape[1], device=page_table.device) < pages[:, None]
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).to(torch.int32)
+    last = torch.where(pages > 0, cache_seqlens - (pages - 1) * page_size, 0)
+    return indptr, page_table[used], last.to(torch.int32)
+
+
+def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k_cache, v_cache) as views of FlashInfer's NHD cache `[num_pages, 2, page_size, H_kv, D]`. No copy.
+
+    Raises:
+        ValueError: another rank, or a second dim that is not 2.
+    """
+    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+        raise ValueError(f"kv_cache: expected [num_pages, 2, page_size, H_kv, D], given shape {tuple(kv_cache.shape)}")
+    return kv_cache[:, 0], kv_cache[:, 1]
 
 
 def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int, page_size: int) -> None:

@@ -1,0 +1,545 @@
+"""Draft trees and the plans that verify them (claim 2).
+
+A draft tree hangs on a request's prefix; a node sees the prefix, its ancestors and itself, and stands at position
+prefix length + number of ancestors. Verifying a batch of trees is the same attention under three plans:
+
+    naive     one level of expanded requests, each the prefix and one path:    sum over rows of (L + path) KV tokens
+    cascade   a prefix level and a draft level, merged:                        sum of L  +  sum over rows of path
+    fused     one level, prefix and all drafts once, a tree mask inside:       sum of (L + nodes), no merge
+
+With B requests of topk branches of S tokens and one row per branch, the first is B topk (L + S) and the second
+B L + B topk S. With one row per node, as verification really runs, a path is the node's depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from cascade_lab import paging
+from cascade_lab.levels import Level
+
+PLANS = ("naive", "cascade", "fused")
+ROWS = ("node", "branch")
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Draft tokens of one request as a forest on its prefix.
+
+    Attributes:
+        parents: parent of each node, negative for a node that hangs on the prefix; any storage order.
+
+    Raises:
+        ValueError: no node, a parent that does not exist, or a cycle. TypeError: parents that are not integers.
+    """
+
+    parents: tuple[int, ...]
+
+    def __init__(self, parents: Iterable[int]):
+        values = np.asarray(list(parents))
+        if values.size == 0:
+            raise ValueError("parents: expected at least one node, given none (a request without drafts has tree None)")
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise TypeError(f"parents: expected a sequence of integers, given {values.dtype} with shape {values.shape}")
+        if values.max() >= len(values):
+            i = int(values.argmax())
+            raise ValueError(f"parents: expected ids below {len(values)}, given {int(values[i])} for node {i}")
+        object.__setattr__(self, "parents", tuple(int(p) if p >= 0 else -1 for p in values))
+        # a path of more nodes than there are never ends
+        climb, steps = np.arange(len(values)), 0
+        while (climb >= 0).any():
+            if steps == len(values):
+                raise ValueError(f"parents: expected no cycle, given one through node {int(climb[climb >= 0][0])}")
+            climb, steps = np.where(climb >= 0, values[climb], -1), steps + 1
+        object.__setattr__(self, "depth", steps)
+
+    @classmethod
+    def branches(cls, topk: int, steps: int) -> DraftTree:
+        """`topk` disjoint chains of `steps` nodes, branch-major: node b * steps + s is step s of branch b."""
+        for name, n in (("topk", topk), ("steps", steps)):
+            if n < 1:
+                raise ValueError(f"{name}: expected a number >= 1, given {n}")
+        return cls(-1 if s == 0 else b * steps + s - 1 for b in range(topk) for s in range(steps))
+
+    @classmethod
+    def chain(cls, n: int) -> DraftTree:
+        """One chain of `n` nodes."""
+        if n < 1:
+            raise ValueError(f"n: expected a number >= 1, given {n}")
+        return cls(range(-1, n - 1))
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[Hashable]]) -> DraftTree:
+        """The tree whose nodes are the non-empty prefixes of `paths`, numbered by first appearance.
+
+        A path is the sequence of labels from the prefix down (token ids, or ranks among siblings as in Medusa).
+        """
+        node_of: dict[tuple, int] = {}
+        parents = []
+        for path in paths:
+            for end in range(1, len(path) + 1):
+                head = tuple(path[:end])
+                if head not in node_of:
+                    node_of[head] = len(parents)
+                    parents.append(node_of.get(head[:-1], -1))
+        return cls(parents)
+
+    @classmethod
+    def from_dense_mask(cls, mask: torch.Tensor) -> DraftTree:
+        """The tree with this `[N, N]` bool visibility (row sees column); inverse of `dense_mask`.
+
+        Raises:
+            ValueError: not the ancestor relation of a forest.
+        """
+        seen = mask.cpu().numpy().astype(bool)
+        if seen.ndim != 2 or seen.shape[0] != seen.shape[1] or not seen.diagonal().all():
+            raise ValueError(f"mask: expected [N, N] with every node seeing itself, given shape {tuple(mask.shape)}")
+        above = seen & ~np.eye(len(seen), dtype=bool)
+        # the parent is the ancestor with most ancestors of its own
+        rank = np.where(above, seen.sum(1)[None, :], 0)
+        tree = cls(np.where(above.any(1), rank.argmax(1), -1))
+        if not np.array_equal(tree._visible, seen):
+            raise ValueError(
+                "mask: expected the ancestor relation of a forest, given rows that no parent array produces"
+            )
+        return tree
+
+    @property
+    def size(self) -> int:
+        """Number of nodes."""
+        return len(self.parents)
+
+    def ancestors(self, i: int) -> tuple[int, ...]:
+        """Nodes above node `i`, from the prefix down, `i` excluded.
+
+        Raises:
+            ValueError: no such node.
+        """
+        if not 0 <= i < self.size:
+            raise ValueError(f"i: expected a node from 0 to {self.size - 1}, given {i}")
+        return tuple(int(node) for node in self._paths[i][: self._path_lens[i] - 1])
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """Nodes without children, in storage order; each ends one branch."""
+        return tuple(sorted(set(range(self.size)) - set(self.parents)))
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """`[size, words]` int64: bit j of row i (word j // 64, bit j % 64) is set when node i sees node j."""
+        packed = np.packbits(self._visible, axis=1, bitorder="little")
+        words = np.zeros((self.size, -(-self.size // 64) * 8), np.uint8)
+        words[:, : packed.shape[1]] = packed
+        return torch.from_numpy(words.view(np.int64))
+
+    def positions(self, prefix_len: int) -> torch.Tensor:
+        """`[size]` int64 positions in the sequence: prefix_len + number of ancestors; siblings share one."""
+        return prefix_len - 1 + torch.from_numpy(self._path_lens)
+
+    def dense_mask(self, prefix_len: int = 0) -> torch.Tensor:
+        """`[size, prefix_len + size]` bool, true where a node sees a key.
+
+        With prefix_len = 0 it is the draft square (SGLang's QLEN_ONLY), with the prefix its FULL_MASK, and flattened
+        over a batch FlashInfer's custom_mask.
+        """
+        prefix = torch.ones(self.size, prefix_len, dtype=torch.bool)
+        return torch.cat((prefix, torch.from_numpy(self._visible)), dim=1)
+
+    def packed_mask(self, prefix_len: int = 0) -> torch.Tensor:
+        """The flattened `dense_mask` as uint8, 8 entries a byte, the first in the lowest bit (FlashInfer's packing)."""
+        flat = self.dense_mask(prefix_len).flatten().numpy()
+        return torch.from_numpy(np.packbits(flat, bitorder="little"))
+
+    def ancestor_page_table(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page table in pages of one token that lets a plain paged kernel verify the tree, one request per node.
+
+        Args:
+            slots: `[size]` slot of each node.
+
+        Returns:
+            (`[size, depth]` int32, `[size]` int32): row i lists the slots of node i's ancestors and its own, in storage
+            order as SGLang compacts them, then -1; and how many.
+        """
+        order = np.where(self._paths >= 0, self._paths, self.size)
+        order.sort(axis=1)
+        padded = torch.cat((slots.to(torch.int32).cpu(), torch.tensor([-1], dtype=torch.int32)))
+        return padded[torch.from_numpy(order)], torch.from_numpy(self._path_lens.astype(np.int32))
+
+    @cached_property
+    def _paths(self) -> np.ndarray:
+        """[size, depth] int64: nodes from the prefix down to each node, then -1."""
+        parents = np.asarray(self.parents)
+        upward = np.full((self.size, self.depth), -1)
+        climb = np.arange(self.size)
+        for step in range(self.depth):
+            upward[:, step] = climb
+            climb = np.where(climb >= 0, parents[climb], -1)
+        lens = (upward >= 0).sum(1)
+        column = lens[:, None] - 1 - np.arange(self.depth)
+        return np.where(column >= 0, np.take_along_axis(upward, np.maximum(column, 0), 1), -1)
+
+    @cached_property
+    def _path_lens(self) -> np.ndarray:
+        return (self._paths >= 0).sum(1)
+
+    @cached_property
+    def _visible(self) -> np.ndarray:
+        """[size, size] bool: row sees column."""
+        seen = np.zeros((self.size, self.size + 1), bool)
+        # -1 falls into the last column of the row before, and that column is dropped
+        seen.reshape(-1)[np.arange(self.size)[:, None] * (self.size + 1) + self._paths] = True
+        return seen[:, :-1]
+
+
+@dataclass(frozen=True)
+class CopiedTails:
+    """A plan in whole pages only: what an engine runs whose page table cannot address single tokens.
+
+    Attributes:
+        levels: naive, one level of the rows' own page tables; or cascade, whole prefix pages and then each row's own.
+        src, dst: int64 slots to copy before the pass, `k_flat[dst] = k_flat[src]`.
+        tail_tokens: how many of these are prefix tokens, copied because they do not fill a page.
+        num_pages: pages the cache needs, those of the batch included.
+    """
+
+    levels: tuple[Level, ...]
+    src: torch.Tensor
+    dst: torch.Tensor
+    tail_tokens: int
+    num_pages: int
+
+
+class VerifyBatch:
+    """A batch of requests with draft trees to verify: its pages, its rows, and the plans over them.
+
+    Rows are ordered by request, then by node in the tree's storage order (or by leaf in storage order). A request's
+    drafts lie right behind its prefix, in storage order.
+    """
+
+    def __init__(
+        self,
+        prefix_lens: Sequence[int],
+        trees: Sequence[DraftTree | None],
+        page_size: int = 16,
+        rows: str = "node",
+        *,
+        shared_prefix_len: int = 0,
+        page_table: torch.Tensor | None = None,
+        num_pages: int | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        """Allocate pages (or take an engine's) for every request's prefix and drafts.
+
+        Args:
+            prefix_lens: committed tokens per request, >= 0.
+            trees: a tree per request, or None for a request without drafts, which has no rows.
+            page_size: tokens per page.
+            rows: "node", one query row per draft node (target verification), or "branch", one per leaf.
+            shared_prefix_len: leading tokens that all requests share (a system prompt), a multiple of page_size. The
+                cascade then has three levels.
+            page_table: `[B, max_pages]` int32 with the pages of prefix and drafts; consecutive ones are handed out when
+                absent. Pages of different requests must differ beyond the shared prefix, and be equal within it.
+            num_pages: pages of the cache, to refuse a batch that does not fit; the smallest number by default.
+            device: where the levels' tensors are.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was given and what was expected.
+        """
+        if rows not in ROWS:
+            raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
+        if len(prefix_lens) != len(trees):
+            raise ValueError(f"trees: expected one per request ({len(prefix_lens)}), given {len(trees)}")
+        for r, (length, tree) in enumerate(zip(prefix_lens, trees, strict=True)):
+            if isinstance(length, bool) or not hasattr(length, "__index__"):
+                raise TypeError(f"prefix_lens: expected integers, given {length!r} for request {r}")
+            if length < 0:
+                raise ValueError(f"prefix_lens: expected numbers >= 0, given {length} for request {r}")
+            if tree is not None and not isinstance(tree, DraftTree):
+                raise TypeError(f"trees: expected DraftTree or None, given {type(tree).__name__} for request {r}")
+        self.trees = tuple(trees)
+        self.page_size = page_size
+        self.rows = rows
+        self.shared_prefix_len = shared_prefix_len
+        self.device = torch.device(device)
+        self._prefix = np.asarray([int(n) for n in prefix_lens], np.int64)
+        self._nodes = np.asarray([0 if tree is None else tree.size for tree in trees], np.int64)
+        tokens = self._prefix + self._nodes
+        shortest = int(self._prefix.min()) if len(self._prefix) else 0
+        if page_size < 1:
+            raise ValueError(f"page_size: expected a number >= 1, given {page_size}")
+        if not 0 <= shared_prefix_len <= shortest or shared_prefix_len % page_size:
+            raise ValueError(
+                f"shared_prefix_len: expected a multiple of page_size = {page_size} up to the shortest prefix "
+                f"{shortest}, given {shared_prefix_len}"
+            )
+        if page_table is None:
+            self._table = self._allocate(tokens)
+        else:
+            self._table = self._take(page_table, tokens)
+        used = self._table[self._table >= 0]
+        needed = int(used.max()) + 1 if used.size else 0
+        if num_pages is not None and num_pages < needed:
+            raise ValueError(f"num_pages: expected at least {needed} pages of {page_size} tokens, given {num_pages}")
+        self.num_pages = needed if num_pages is None else num_pages
+        if self.num_pages * page_size >= 2**31:
+            raise ValueError(f"num_pages: expected fewer than 2**31 slots, given {self.num_pages} x {page_size}")
+        # rows in batch order: their request, and their path as slots, padded by -1
+        ends = [None if tree is None else (range(tree.size) if rows == "node" else tree.leaves) for tree in trees]
+        self._row_counts = np.asarray([0 if e is None else len(e) for e in ends], np.int64)
+        self._request = np.repeat(np.arange(len(trees)), self._row_counts)
+        self._ends = np.concatenate([np.asarray(e, np.int64) for e in ends if e is not None] or [np.zeros(0, np.int64)])
+        self._path_slots, self._path_lens = self._paths()
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows T of the batch."""
+        return len(self._request)
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """`[B, max_pages]` int32: the pages of each request's prefix and drafts; unused entries are -1."""
+        return self._to_tensor(self._table)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[T]` int64: the position in its sequence of each row, prefix length + number of ancestors."""
+        return self._to_tensor(self._prefix[self._request] + self._path_lens - 1, np.int64)
+
+    def prefix_slots(self, r: int) -> torch.Tensor:
+        """Flat slots (page x page_size + offset) of request r's prefix tokens, `[prefix_len]` int64."""
+        self._check_request(r)
+        return paging.token_slots(self.page_table, r, int(self._prefix[r]), self.page_size)
+
+    def draft_slots(self, r: int) -> torch.Tensor:
+        """Flat slots of request r's draft nodes in storage order, `[size]` int64; empty without a tree."""
+        self._check_request(r)
+        both = paging.token_slots(self.page_table, r, int(self._prefix[r] + self._nodes[r]), self.page_size)
+        return both[int(self._prefix[r]) :]
+
+    def levels(self, plan: str) -> tuple[Level, ...]:
+        """The levels of one plan; the state of any plan is the same.
+
+        Args:
+            plan: "naive" (one level, one expanded request per row, single tokens addressed), "cascade" (prefix level
+                and draft level, a shared level before them if the batch has one), or "fused" (one level, tree mask).
+
+        Raises:
+            ValueError: unknown plan.
+        """
+        if plan not in PLANS:
+            raise ValueError(f"plan: expected one of {PLANS}, given {plan!r}")
+        if plan == "naive":
+            return (self._expanded_level(),)
+        if plan == "fused":
+            return (self._fused_level(),)
+        levels = (self._prefix_level(self.shared_prefix_len, self._prefix), self._draft_level())
+        return levels if self.shared_prefix_len == 0 else (self._shared_level(), *levels)
+
+    def copied_tails(self, plan: str = "naive") -> CopiedTails:
+        """The naive or cascade plan in whole pages: every row owns the pages of its tail and its path.
+
+        The tail is the part of the prefix that does not fill a page. A row whose path already lies right behind the
+        prefix keeps the original; for any other row tail and path are copied.
+
+        Raises:
+            ValueError: another plan.
+        """
+        if plan not in ("naive", "cascade"):
+            raise ValueError(f"plan: expected 'naive' or 'cascade' (a fused pass copies nothing), given {plan!r}")
+        size = self.page_size
+        prefix = self._prefix[self._request]
+        whole = prefix // size
+        tail = prefix % size
+        own_pages = -(-(tail + self._path_lens) // size)
+        node = np.arange(self._path_slots.shape[1])
+        behind = self._slots(self._request[:, None], prefix[:, None] + node)
+        kept = ((behind == self._path_slots) | (self._path_slots < 0)).all(1)
+        taken = np.where(kept, 0, own_pages)
+        first = self.num_pages + taken.cumsum() - taken
+        column = np.arange(int(own_pages.max()) if len(own_pages) else 0)
+        original = np.take_along_axis(
+            np.pad(self._table[self._request], ((0, 0), (0, len(column)))), whole[:, None] + column, 1
+        )
+        own = np.where(kept[:, None], original, first[:, None] + column)
+        own = np.where(column < own_pages[:, None], own, -1)
+
+        # token n of a row's own pages: tail first, then path
+        token = np.arange(len(column) * size)
+        length = tail + self._path_lens
+        dst = np.repeat(own, size, axis=1) * size + token % size
+        at = np.clip(token - tail[:, None], 0, max(self._path_slots.shape[1] - 1, 0))
+        path = np.take_along_axis(self._path_slots, at, 1) if self._path_slots.size else np.zeros_like(dst)
+        src = np.where(
+            token < tail[:, None], self._slots(self._request[:, None], (whole * size)[:, None] + token), path
+        )
+        moved = (token < length[:, None]) & ~kept[:, None]
+        if plan == "cascade":
+            levels = (
+                self._prefix_level(0, self._prefix // size * size),
+                self._row_level(own, tail + self._path_lens, size, "tail and draft"),
+            )
+        else:
+            table = np.full((self.num_rows, int((whole + own_pages).max()) if self.num_rows else 0), -1)
+            table[:, : self._table.shape[1]] = self._table[self._request][:, : table.shape[1]]
+            np.put_along_axis(padded := np.pad(table, ((0, 0), (0, len(column)))), whole[:, None] + column, own, 1)
+            levels = (self._row_level(padded[:, : table.shape[1]], prefix + self._path_lens, size, "expanded"),)
+        return CopiedTails(
+            levels,
+            self._to_tensor(src[moved], np.int64),
+            self._to_tensor(dst[moved], np.int64),
+            int(tail[~kept].sum()),
+            self.num_pages + int(taken.sum()),
+        )
+
+    def _allocate(self, tokens: np.ndarray) -> np.ndarray:
+        """Consecutive pages: the shared ones first, then each request's own."""
+        shared = self.shared_prefix_len // self.page_size
+        pages = -(-tokens // self.page_size)
+        own = pages - shared
+        column = np.arange(int(pages.max()) if len(pages) else 0)
+        table = shared + (own.cumsum() - own)[:, None] + column - shared
+        table[:, :shared] = column[:shared]
+        return np.where(column < pages[:, None], table, -1)
+
+    def _take(self, page_table: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
+        """An engine's table: wide enough, pages apart where nothing is declared shared and equal where it is."""
+        if not isinstance(page_table, torch.Tensor) or page_table.dtype != torch.int32:
+            given = page_table.dtype if isinstance(page_table, torch.Tensor) else type(page_table).__name__
+            raise TypeError(f"page_table: expected an int32 tensor, given {given}")
+        pages = -(-tokens // self.page_size)
+        widest = int(pages.max()) if len(pages) else 0
+        if page_table.dim() != 2 or page_table.shape[0] != len(tokens) or page_table.shape[1] < widest:
+            raise ValueError(
+                f"page_table: expected [{len(tokens)}, at least {widest}], given shape {tuple(page_table.shape)}"
+            )
+        table = page_table.cpu().numpy().astype(np.int64)[:, :widest]
+        table = np.where(np.arange(widest) < pages[:, None], table, -1)
+        shared = self.shared_prefix_len // self.page_size
+        if (table[:, :shared] != table[:1, :shared]).any():
+            raise ValueError(
+                f"page_table: expected the first {shared} pages equal in all requests, as shared_prefix_len = "
+                f"{self.shared_prefix_len} declares, given different ones"
+            )
+        own = np.concatenate(
+            (table[:1, :shared].ravel(), table[:, shared:][np.arange(shared, widest) < pages[:, None]])
+        )
+        if (own < 0).any():
+            raise ValueError(f"page_table: expected page ids >= 0 for every token, given {int(own.min())}")
+        page, times = np.unique(own, return_counts=True)
+        if (times > 1).any():
+            raise ValueError(
+                f"page_table: expected pages of different requests to differ beyond shared_prefix_len = "
+                f"{self.shared_prefix_len}, given page {int(page[times > 1][0])} more than once"
+            )
+        return table
+
+    def _slots(self, request: np.ndarray, token: np.ndarray) -> np.ndarray:
+        """Flat slots of tokens of requests, elementwise; a token beyond the table has an arbitrary slot."""
+        if self._table.shape[1] == 0:
+            return np.zeros(np.broadcast_shapes(request.shape, token.shape), np.int64)
+        page = np.minimum(token // self.page_size, self._table.shape[1] - 1)
+        return self._table[request, page] * self.page_size + token % self.page_size
+
+    def _paths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of each row's path, [T, depth] padded by -1, and its length [T]."""
+        depth = max((tree.depth for tree in self.trees if tree is not None), default=0)
+        paths = np.full((self.num_rows, depth), -1)
+        at = 0
+        for tree, count in zip(self.trees, self._row_counts, strict=True):
+            if tree is not None:
+                ends = self._ends[at : at + count]
+                paths[at : at + count, : tree.depth] = tree._paths if self.rows == "node" else tree._paths[ends]
+                at += count
+        token = self._prefix[self._request][:, None] + paths
+        return np.where(paths >= 0, self._slots(self._request[:, None], token), -1), (paths >= 0).sum(1)
+
+    def _prefix_level(self, start: int, end: np.ndarray) -> Level:
+        """All rows of a request over its prefix tokens [start, end)."""
+        first, last = start // self.page_size, int(-(-end.max() // self.page_size)) if len(end) else 0
+        table = self._table[:, first : max(first, last)]
+        return Level(
+            cu_seqlens_q=self._offsets(self._row_counts),
+            page_table=self._to_tensor(table),
+            cache_seqlens=self._to_tensor(end - start),
+            page_size=self.page_size,
+            name="prefix",
+        )
+
+    def _shared_level(self) -> Level:
+        """All rows of the batch as one request over the tokens that all requests share."""
+        return Level(
+            cu_seqlens_q=self._offsets(np.asarray([self.num_rows])),
+            page_table=self._to_tensor(self._table[:1, : self.shared_prefix_len // self.page_size]),
+            cache_seqlens=self._to_tensor(np.asarray([self.shared_prefix_len])),
+            page_size=self.page_size,
+            name="shared",
+        )
+
+    def _draft_level(self) -> Level:
+        return self._row_level(self._path_slots, self._path_lens, 1, "draft")
+
+    def _expanded_level(self) -> Level:
+        """Every row as a request of its own, prefix and path, in pages of one token."""
+        lens = self._prefix[self._request] + self._path_lens
+        table = np.empty((self.num_rows, int(lens.max()) if len(lens) else 0), np.int32)
+        end = 0
+        for r, (length, count) in enumerate(zip(self._prefix, self._row_counts, strict=True)):
+            if count == 0:
+                continue
+            rows = slice(end, end := end + count)
+            table[rows, :length] = self._slots(np.asarray(r), np.arange(length))
+            behind = table[rows, length:]
+            behind[:] = -1
+            width = min(behind.shape[1], self._path_slots.shape[1])
+            behind[:, :width] = self._path_slots[rows, :width]
+        return Level(
+            cu_seqlens_q=self._offsets(np.ones(self.num_rows, np.int64)),
+            page_table=self._to_tensor(table),
+            cache_seqlens=self._to_tensor(lens),
+            page_size=1,
+            name="expanded",
+        )
+
+    def _fused_level(self) -> Level:
+        words = -(-int(self._nodes.max()) // 64) if len(self._nodes) and self._nodes.max() else 1
+        mask = torch.zeros(self.num_rows, words, dtype=torch.int64)
+        at = 0
+        for tree, count in zip(self.trees, self._row_counts, strict=True):
+            if tree is not None:
+                ends = torch.from_numpy(self._ends[at : at + count])
+                mask[at : at + count, : tree.mask.shape[1]] = tree.mask[ends]
+                at += count
+        return Level(
+            cu_seqlens_q=self._offsets(self._row_counts),
+            page_table=self.page_table,
+            cache_seqlens=self._to_tensor(self._prefix + self._nodes),
+            page_size=self.page_size,
+            tree_mask=mask.to(self.device),
+            tail_seqlens=self._to_tensor(self._nodes),
+            name="fused",
+        )
+
+    def _row_level(self, table: np.ndarray, lengths: np.ndarray, page_size: int, name: str) -> Level:
+        """One request per row."""
+        return Level(
+            cu_seqlens_q=self._offsets(np.ones(self.num_rows, np.int64)),
+            page_table=self._to_tensor(table),
+            cache_seqlens=self._to_tensor(lengths),
+            page_size=page_size,
+            name=name,
+        )
+
+    def _offsets(self, counts: np.ndarray) -> torch.Tensor:
+        return self._to_tensor(np.concatenate(([0], counts.cumsum())))
+
+    def _to_tensor(self, values: np.ndarray, dtype: type = np.int32) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype, copy=False)).to(self.device)
+
+    def _check_request(self, r: int) -> None:
+        if not 0 <= r < len(self.trees):
+            raise ValueError(f"r: expected a request from 0 to {len(self.trees) - 1}, given {r}")

@@ -1,0 +1,305 @@
+"""Levels: a computation as a list of passes over the same rows, and its two ledgers (claims 1 to 3).
+
+A level is one pass of all T query rows over part of their keys. The states of the levels merge by log-sum-exp, so any
+way of dealing the keys out to levels gives the same answer. What differs is counted by `ledger`: `reads`, the KV tokens
+that the passes load, and `pairs`, the query-key interactions they compute. A cascade moves the first and leaves the
+second; a prefix hit does the opposite. Nothing here is measured: bytes are not time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cascade_lab import paging, runtime
+from cascade_lab.attention import check_heads, check_pass, run_passes
+from cascade_lab.states import State
+
+
+@dataclass(frozen=True)
+class Level:
+    """One pass over a whole batch.
+
+    Attributes:
+        cu_seqlens_q: `[R + 1]` int32, from 0 to T. Every level of a plan partitions the same T packed rows, each in its
+            own way: a shared prefix is one request of all its readers' rows, a draft branch a request of one row.
+        page_table: `[R, max_pages]` int32, in pages of `page_size` tokens.
+        cache_seqlens: `[R]` int32, tokens read per request.
+        page_size: tokens per page of `page_table`; it divides the cache's own page size. 1 addresses single tokens.
+        causal: rows are aligned to the bottom right of the level's keys.
+        tree_mask, tail_seqlens: as in `attention`.
+        name: for tables and messages.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    page_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    page_size: int
+    causal: bool = False
+    tree_mask: torch.Tensor | None = None
+    tail_seqlens: torch.Tensor | None = None
+    name: str = ""
+
+
+def cascade_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    levels: Sequence[Level],
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] | None = (-1, -1),
+    softcap: float = 0.0,
+    num_splits: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    reads: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> State:
+    """Attention of the same rows over several levels of keys, merged.
+
+    The levels must deal each visible key to a row once: a key in two levels is counted twice. Partial states of all
+    levels and all KV splits stay in float32 and go through one reduction; one level with one split needs none.
+
+    Args:
+        q: `[T, H_q, D]`, k_cache `[num_pages, page_size, H_kv, D]`, v_cache `[num_pages, page_size, H_kv, D_v]`, as in
+            `attention`. A level with a finer page size sees the cache at that granularity, without a copy.
+        levels: at least one `Level`.
+        window_size: only (-1, -1) or None. A window moves with each row, a shared level does not.
+        softmax_scale, softcap, num_splits, out_dtype, reads, backend: as in `attention`; num_splits holds per level,
+            and reads adds up over the levels.
+
+    Returns:
+        State `[T, H_q, D_v]`, `[T, H_q]`. Differentiable on the torch backend.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `attention`, with the level named.
+
+    Two levels are the cascade of FlashInfer (Ye et al., 2024) and the shared-prefix attention of Hydragen (Juravsky et
+    al., 2024, arXiv:2402.05099).
+    """
+    runtime.check_is_tensor("q", q)
+    backend = runtime.pick_backend(backend, q)
+    check_heads(q, k_cache, v_cache, backend)
+    if window_size is not None and tuple(window_size) not in ((-1, -1), (None, None)):
+        raise ValueError(
+            f"window_size: expected (-1, -1), for a window moves with each row and levels are shared by rows, "
+            f"given {tuple(window_size)}; run one attention() per request instead"
+        )
+    if len(levels) == 0:
+        raise ValueError("levels: expected at least one Level, given none")
+    passes = []
+    for i, level in enumerate(levels):
+        try:
+            k, v, table = _at_granularity(k_cache, v_cache, level)
+            passes.append(
+                check_pass(
+                    q,
+                    k,
+                    v,
+                    table,
+                    level.cache_seqlens,
+                    level.cu_seqlens_q,
+                    causal=level.causal,
+                    tree_mask=level.tree_mask,
+                    tail_seqlens=level.tail_seqlens,
+                )
+            )
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
+    return run_passes(
+        q,
+        passes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        num_splits=num_splits,
+        out_dtype=out_dtype,
+        reads=reads,
+        backend=backend,
+    )
+
+
+def _at_granularity(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, level: Level
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both caches as views in pages of `level.page_size` tokens, and the level's table in pages of those views.
+
+    Pages may lie further apart than they are long, as when K and V interleave in one allocation; the view then counts
+    the gap in pages too, and the table is renumbered.
+    """
+    coarse, fine = k_cache.shape[1], level.page_size
+    if isinstance(fine, bool) or not isinstance(fine, int) or fine < 1 or coarse % fine:
+        raise ValueError(f"page_size: expected a divisor of the cache's page size {coarse}, given {fine!r}")
+    if fine == coarse:
+        return k_cache, v_cache, level.page_table
+    pitches = {x.stride(0) / x.stride(1) for x in (k_cache, v_cache)}
+    if pitches == {coarse}:
+        k, v = (x.view(-1, fine, *x.shape[2:]) for x in (k_cache, v_cache))
+        return k, v, level.page_table
+    pitch = pitches.pop()
+    if pitches or pitch % fine or pitch < coarse:
+        raise ValueError(
+            f"k_cache, v_cache: expected both with pages the same whole number of {fine}-token pages apart, "
+            f"to be seen in pages of {fine}, given strides {k_cache.stride()} and {v_cache.stride()}"
+        )
+    pitch = int(pitch)
+    if runtime.checks_enabled() and level.page_table.dim() == 2 and len(level.cache_seqlens) == len(level.page_table):
+        paging.check_page_table(level.page_table, level.cache_seqlens, k_cache.shape[0] * coarse // fine, fine)
+    pages = max(0, (k_cache.shape[0] - 1) * pitch + coarse) // fine
+    k, v = (
+        x.as_strided((pages, fine, *x.shape[2:]), (fine * x.stride(1), *x.stride()[1:])) for x in (k_cache, v_cache)
+    )
+    slot = level.page_table.long() * fine
+    return k, v, ((slot // coarse * pitch + slot % coarse) // fine).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a plan loads and computes, in exact integers; per KV head for reads, per query head for pairs.
+
+    Attributes:
+        kv_tokens: sum of cache_seqlens over the requests that have rows.
+        kv_tokens_paged: the same with each request's last page counted whole.
+        kv_tokens_unique: distinct physical slots: the compulsory reads. A copied page has slots of its own.
+        pairs: visible query-key pairs.
+        num_q_heads, num_kv_heads: as given; their ratio is the group that shares a KV head.
+        levels: the same for each level; sums but for kv_tokens_unique, where levels may share slots.
+        name: of the level; empty for the plan.
+    """
+
+    kv_tokens: int
+    kv_tokens_paged: int
+    kv_tokens_unique: int
+    pairs: int
+    num_q_heads: int
+    num_kv_heads: int
+    levels: tuple[Ledger, ...] = ()
+    name: str = ""
+    _passes: tuple[_Shape, ...] = field(default=(), repr=False, compare=False)
+
+    def tile_tokens(self, block_m: int) -> int:
+        """KV tokens loaded per KV head by a kernel with row tiles of `block_m` packed rows (row x head of the group).
+
+        Each tile loads the keys that some row of it sees, once. Per request that is ceil(rows x group / block_m) times
+        the keys, less what lies above the diagonal when causal.
+        """
+        if block_m < 1:
+            raise ValueError(f"block_m: expected a number >= 1, given {block_m}")
+        group = self.num_q_heads // self.num_kv_heads
+        return sum(shape.tile_tokens(block_m, group) for shape in self._passes)
+
+    def kv_bytes(self, head_dim: int, dtype: torch.dtype, head_dim_v: int | None = None) -> int:
+        """kv_tokens x KV heads x (head_dim + head_dim_v) x itemsize; head_dim_v defaults to head_dim."""
+        width = head_dim + (head_dim if head_dim_v is None else head_dim_v)
+        return self.kv_tokens * self.num_kv_heads * width * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Rows and keys of the requests of one level that have rows, as int64 arrays."""
+
+    rows: np.ndarray
+    keys: np.ndarray
+    causal: bool
+
+    def tile_tokens(self, block_m: int, group: int) -> int:
+        tiles = -(-self.rows * group // block_m)
+        if not self.causal:
+            return int((tiles * self.keys).sum())
+        request = np.repeat(np.arange(len(tiles)), tiles)
+        tile = np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)
+        rows, keys = self.rows[request], self.keys[request]
+        last_row = np.minimum(rows - 1, ((tile + 1) * block_m - 1) // group)
+        return int(np.clip(last_row + keys - rows + 1, 0, keys).sum())
+
+
+def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int = 1) -> Ledger:
+    """Count a plan's reads and pairs from its page tables, lengths and masks; no tensor of it is run.
+
+    Args:
+        levels: the plan, as for `cascade_attention`.
+        num_q_heads, num_kv_heads: for `tile_tokens` and `kv_bytes`; the first is a multiple of the second.
+
+    Returns:
+        Ledger of Python integers. A request without query rows counts in no term.
+
+    Raises:
+        ValueError: head counts that do not divide.
+    """
+    if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"num_q_heads: expected a positive multiple of num_kv_heads = {num_kv_heads}, given {num_q_heads}"
+        )
+    if len(levels) == 0:
+        raise ValueError("levels: expected at least one Level, given none")
+    heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    parts, spans = [], []
+    for level in levels:
+        shape, span = _shape(level), _slot_spans(level)
+        spans.append(span)
+        parts.append(
+            Ledger(
+                kv_tokens=int(shape.keys.sum()),
+                kv_tokens_paged=int(paging.pages_needed(shape.keys, level.page_size).sum()) * level.page_size,
+                kv_tokens_unique=_union_size(*span),
+                pairs=_pairs(level, shape),
+                name=level.name,
+                _passes=(shape,),
+                **heads,
+            )
+        )
+    starts, ends = (np.concatenate(x) for x in zip(*spans, strict=True))
+    return Ledger(
+        kv_tokens=sum(x.kv_tokens for x in parts),
+        kv_tokens_paged=sum(x.kv_tokens_paged for x in parts),
+        kv_tokens_unique=_union_size(starts, ends),
+        pairs=sum(x.pairs for x in parts),
+        levels=tuple(parts),
+        _passes=tuple(shape for x in parts for shape in x._passes),
+        **heads,
+    )
+
+
+def _shape(level: Level) -> _Shape:
+    rows = np.diff(level.cu_seqlens_q.cpu().numpy().astype(np.int64))
+    keys = level.cache_seqlens.cpu().numpy().astype(np.int64)
+    return _Shape(rows[rows > 0], keys[rows > 0], level.causal)
+
+
+def _pairs(level: Level, shape: _Shape) -> int:
+    rows, keys = shape.rows, shape.keys
+    if level.causal:
+        # the last row sees all keys, each row before it one less
+        seen = np.minimum(rows, keys)
+        return int((seen * keys - seen * (seen - 1) // 2).sum())
+    if level.tree_mask is None:
+        return int((rows * keys).sum())
+    cu = level.cu_seqlens_q.cpu().numpy().astype(np.int64)
+    tails = np.diff(cu) if level.tail_seqlens is None else level.tail_seqlens.cpu().numpy().astype(np.int64)
+    words = np.ascontiguousarray(level.tree_mask.cpu().numpy())
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    within = np.arange(bits.shape[1]) < np.repeat(tails, np.diff(cu))[:, None]
+    return int((rows * (keys - tails[np.diff(cu) > 0])).sum() + (bits & within).sum(dtype=np.int64))
+
+
+def _slot_spans(level: Level) -> tuple[np.ndarray, np.ndarray]:
+    """Slots [start, end) of each page that a request with rows reads."""
+    active = np.diff(level.cu_seqlens_q.cpu().numpy()) > 0
+    keys = level.cache_seqlens.cpu().numpy().astype(np.int64)[active]
+    table = level.page_table.cpu().numpy()[active]
+    before = np.arange(table.shape[1], dtype=np.int64) * level.page_size
+    used = before < keys[:, None]
+    start = table[used].astype(np.int64) * level.page_size
+    return start, start + np.minimum(keys[:, None] - before, level.page_size)[used]
+
+
+def _union_size(start: np.ndarray, end: np.ndarray) -> int:
+    """Number of integers in the union of the intervals [start, end)."""
+    if len(start) == 0:
+        return 0
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    fresh = np.maximum(start, np.concatenate(([start[0]], reach[:-1])))
+    return int(np.maximum(reach - fresh, 0).sum())
