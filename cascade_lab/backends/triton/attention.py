@@ -232,7 +232,8 @@ def _attention_kernel(
                 D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
-        empty = b_max == NEG_INF
+        # a sum of 0 rather than a maximum of -inf: a NaN score is lost in the maximum, not in the sum
+        empty = b_sum == 0.0
         b_o = b_acc / tl.where(empty, 1.0, b_sum)[:, None]
         b_lse = tl.where(empty, NEG_INF, (b_max + tl.log2(tl.where(empty, 1.0, b_sum))) * LN_2)
         o_v = tl.arange(0, BLOCK_V)[None, :]
