@@ -52,10 +52,8 @@ class AtLeast:
 class Claim:
     """One judged claim.
 
-    `expected` and `measured` are texts that are the same on every machine. `raw_expected` and
-    `raw_measured` are JSON values (a Fraction is written "p/q", a bound and a non-finite float as text);
-    both are None when an output no longer carries them, and `raw_measured` is None when nothing was
-    measured.
+    `expected` and `measured` are texts that are the same on every machine. `raw_expected` and `raw_measured` are JSON
+    values (a Fraction is written "p/q", a non-finite float as text), None where only the text is known.
     """
 
     id: str
@@ -139,7 +137,8 @@ def claim(
     if bounded and tol:
         raise ValueError(f"claim {id}: tol: a bound takes none, given {tol!r}")
 
-    raw_expected = str(type(expected)(wanted)) if bounded else _json(wanted)
+    # A bound or a tolerance is only whole as text.
+    raw_expected = None if bounded or tol else _json(wanted)
     expected_text = str(type(expected)(wanted)) if bounded else _text(wanted)
     if tol:
         expected_text += f" ± {_text(tol)}"

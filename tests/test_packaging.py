@@ -1,0 +1,176 @@
+"""What a user installs: the built wheel on its own, the declared versions, and the files that create environments."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import cascade_lab
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+ALONE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+
+
+def run(*command, cwd, **environment):
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=ALONE | environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy so that the checkout stays clean."""
+    source = tmp_path_factory.mktemp("source") / "cascade_lab"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(CHECKOUT / name, source)
+    shutil.copytree(CHECKOUT / "cascade_lab", source / "cascade_lab", ignore=shutil.ignore_patterns("__pycache__"))
+    built = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", source, cwd=source.parent)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (source / "dist").glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Python of a fresh environment that holds the wheel; dependencies are lent by this environment."""
+    place = tmp_path_factory.mktemp("fresh")
+    venv.create(place, with_pip=False, symlinks=os.name == "posix")
+    python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel]
+    done = run(*pip, cwd=place)
+    assert done.returncode == 0, done.stderr
+    paths = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place)
+    lenders = [path for path in sys.path if path.rstrip("/").endswith("-packages")]
+    # A plain path line lends packages without processing this environment's own .pth files, so the checkout stays out.
+    (Path(paths.stdout.strip()) / "lent.pth").write_text("\n".join(lenders) + "\n")
+    return python
+
+
+def test_the_wheel_holds_every_module_and_the_type_marker(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "cascade_lab").rglob("*.py")}
+    assert modules <= names
+    assert "cascade_lab/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"cascade_lab", f"cascade_lab-{PROJECT['version']}.dist-info"}
+
+
+def test_the_installed_wheel_imports_merges_and_answers_commands(installed, tmp_path):
+    code = """if True:
+        import json, math, pathlib, torch, cascade_lab
+        o = torch.tensor([[[0.0]], [[2.0]]])
+        lse = torch.tensor([[0.0], [0.0]])
+        o, lse = cascade_lab.merge_state(o, lse, o + 2, lse)
+        print(json.dumps([cascade_lab.__file__, o.flatten().tolist(), (lse - math.log(2)).abs().max().item() < 1e-6]))
+    """
+    found = run(installed, "-c", code, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    where, merged, shifted = json.loads(found.stdout)
+    assert Path(where).is_relative_to(installed.parents[1])
+    assert (merged, shifted) == ([1.0, 3.0], True)
+    command = run(installed.parent / "cascade-lab", "--help", cwd=tmp_path)
+    assert command.returncode == 0
+    assert "usage: cascade-lab" in command.stdout
+    empty = run(installed.parent / "cascade-lab", "claims", "--output", tmp_path, cwd=tmp_path)
+    assert (empty.returncode, empty.stdout) == (1, "")
+    assert "no claims" in empty.stderr
+    module = run(installed, "-m", "cascade_lab", "--version", cwd=tmp_path)
+    assert module.stdout == f"cascade-lab {PROJECT['version']}\n"
+
+
+def test_the_package_imports_and_computes_without_triton_and_without_gpu(tmp_path):
+    """K43: importing needs neither, and the torch backend works without both."""
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None
+        import torch, cascade_lab
+        assert cascade_lab.runtime.triton_mode() == "absent"
+        zero = torch.zeros(1, 1)
+        print(cascade_lab.merge_state(torch.ones(1, 1, 1), zero, torch.zeros(1, 1, 1), zero).o.item())
+        try:
+            cascade_lab.merge_state(torch.ones(1, 1, 1), zero, torch.zeros(1, 1, 1), zero, backend="triton")
+        except RuntimeError as error:
+            print(error)
+    """
+    hidden = {"PYTHONPATH": str(CHECKOUT), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    found = run(sys.executable, "-c", code, cwd=tmp_path, **hidden)
+    assert found.returncode == 0, found.stderr
+    result, message = found.stdout.splitlines()
+    assert result == "0.5"
+    assert "triton" in message
+    assert found.stderr == ""
+
+
+def test_importing_the_package_imports_nothing_of_the_notebook_tools(tmp_path):
+    code = "import sys, cascade_lab, cascade_lab.cli; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    found = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(CHECKOUT))
+    assert found.returncode == 0, found.stderr
+    heavy = {"triton", "matplotlib", "papermill", "nbformat", "nbconvert", "nbclient", "IPython", "jupyter_client"}
+    assert not heavy & set(found.stdout.split())
+
+
+def pins():
+    lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+    return {Requirement(line).name.lower(): Requirement(line) for line in lines if line and not line.startswith("#")}
+
+
+def test_every_direct_dependency_is_pinned_inside_its_range():
+    declared = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+    for requirement in map(Requirement, declared):
+        if requirement.name == PROJECT["name"]:
+            continue
+        pin = pins()[requirement.name.lower()]
+        (exact,) = pin.specifier
+        assert exact.operator == "=="
+        assert requirement.specifier.contains(exact.version), requirement
+
+
+def test_the_versions_that_run_are_the_tested_set():
+    ours = {name: version(name).split("+")[0] for name in ("torch", "triton", "numpy", "papermill", "nbval", "pytest")}
+    assert {name: str(pins()[name].specifier) for name in ours} == {name: f"=={each}" for name, each in ours.items()}
+
+
+def test_version_is_stated_once_for_package_and_project():
+    assert cascade_lab.__version__ == PROJECT["version"]
+
+
+def pip_section():
+    """The pip lines of environment.yml, as conda hands them to pip."""
+    text = (CHECKOUT / "environment.yml").read_text()
+    section = re.search(r"^  - pip:\n((?:      - .*\n)+)", text, re.MULTILINE)
+    return [line.removeprefix("      - ") for line in section[1].splitlines()]
+
+
+def test_the_pip_section_of_the_conda_environment_resolves():
+    """conda writes the section into a requirements file beside environment.yml and lets pip install it."""
+    lines = pip_section()
+    assert lines == ["-c constraints.txt", "-e .[dev]"]
+    requirements = CHECKOUT / f".pip-section-{os.getpid()}.txt"
+    requirements.write_text("\n".join(lines) + "\n")
+    try:
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-r", requirements.name]
+        found = run(*command, cwd=CHECKOUT)
+    finally:
+        requirements.unlink()
+    if found.returncode and re.search(r"NewConnectionError|Temporary failure in name|ReadTimeout", found.stderr):
+        pytest.skip("no package registry can be reached from here")
+    assert found.returncode == 0, found.stderr
+
+
+def test_make_test_and_ci_are_the_same_command():
+    workflow = (CHECKOUT / ".github" / "workflows" / "ci.yml").read_text()
+    assert 'python: ["3.11", "3.12"]' in workflow
+    assert "run: make test" in workflow
+    assert "make test" in (CHECKOUT / ".ci" / "run").read_text()
+    assert os.access(CHECKOUT / ".ci" / "run", os.X_OK)
