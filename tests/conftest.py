@@ -7,6 +7,9 @@ import torch
 
 from cascade_lab import runtime
 
+# tests work on tensors of a few hundred numbers, where waking a second thread costs more than the work
+torch.set_num_threads(1)
+
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request) -> str:

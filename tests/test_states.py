@@ -75,15 +75,11 @@ def test_merge_of_many_with_half_empty_matches_float64(backend, device, S):
 
 
 def test_merge_of_no_states_is_empty(backend, device):
-    state = merge_states(
-        torch.ones(3, 0, 2, 4, device=device), torch.ones(3, 0, 2, device=device), backend=backend
-    )
+    state = merge_states(torch.ones(3, 0, 2, 4, device=device), torch.ones(3, 0, 2, device=device), backend=backend)
     assert_state_close(state, (torch.zeros(3, 2, 4), torch.full((3, 2), -INF)))
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(a, b) for a in (torch.float32, *HALF) for b in (torch.float32, *HALF)], ids=str
-)
+@pytest.mark.parametrize("dtypes", [(a, b) for a in (torch.float32, *HALF) for b in (torch.float32, *HALF)], ids=str)
 def test_mixed_dtypes_are_promoted(backend, device, dtypes):
     o_a, lse = make_states(5, 2, 2, 40, seed=3, dtype=dtypes[0], device=device)
     o_b, _ = make_states(5, 2, 2, 40, seed=4, dtype=dtypes[1], device=device)
@@ -103,14 +99,7 @@ def test_out_dtype_is_rounded_once(backend, device, out_dtype):
     assert state.o.dtype == out_dtype
     exact = merge_oracle(o, lse)
     ulp = torch.finfo(out_dtype).eps * exact.o.abs().clamp_min(2.0**-14)
-    slack = (
-        1e-6
-        if out_dtype == torch.float32
-        else 1.0
-        if backend == "triton" and out_dtype == torch.bfloat16
-        else 0.51
-    )
-    assert ((state.o.double() - exact.o).abs() <= slack * ulp + 1e-6).all()
+    assert ((state.o.double() - exact.o).abs() <= 0.51 * ulp + 1e-6).all()
 
 
 @pytest.mark.parametrize("marker", [-INF, INF])
@@ -170,7 +159,7 @@ def test_nan_in_a_used_output_stays_in_its_element(backend, device):
 
 @pytest.mark.parametrize("shift", [0.0, 100.0, -100.0, 1e4, -1e4, 8e37])
 def test_exponentials_are_shifted(backend, device, shift):
-    """K5: lse (100, 99) weighs 0.73106 and 0.26894 and merges to 100.31326, wherever the pair stands on the axis."""
+    """K5: lse (100, 99) weighs 0.73106 and 0.26894 and merges to 100.31326, at any height."""
     gap = 1.0 if abs(shift) < 1e6 else 0.0
     o, lse = one_row((1.0, shift), (0.0, shift - gap), device=device)
     weight = 1 / (1 + math.exp(-gap))
@@ -324,9 +313,7 @@ def test_strided_lse_is_read_in_place(backend, device, layout, loads):
         assert loads.loaded_bytes - copies == 2 * T * H * (D + 1) * 4, "something else was read"
 
 
-@pytest.mark.skipif(
-    runtime.triton_mode() != "interpreted", reason="the recorder watches Triton's interpreter"
-)
+@pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="the recorder watches Triton's interpreter")
 def test_kernel_moves_compulsory_bytes_only():
     """Two states are read once and one is written once; an empty state's o is not read at all."""
     backend = "triton"
@@ -540,9 +527,7 @@ def test_bad_merge_input_is_refused(name, changes, error, fragments):
     for key, change in changes.items():
         arguments[key] = change(arguments[key]) if callable(change) else change
     before = {
-        key: bytes_of(x)
-        for key, x in arguments.items()
-        if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+        key: bytes_of(x) for key, x in arguments.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"
     }
     with pytest.raises(error) as caught:
         merge_state(**arguments)
@@ -563,9 +548,7 @@ def test_bad_merge_input_is_refused(name, changes, error, fragments):
 )
 def test_bad_states_layout_is_refused(backend, device, o_shape, lse_shape, fragments):
     with pytest.raises(ValueError, match="expected") as caught:
-        merge_states(
-            torch.zeros(o_shape, device=device), torch.zeros(lse_shape, device=device), backend=backend
-        )
+        merge_states(torch.zeros(o_shape, device=device), torch.zeros(lse_shape, device=device), backend=backend)
     for fragment in fragments:
         assert fragment in str(caught.value)
 
@@ -583,9 +566,7 @@ def test_out_with_a_required_gradient_is_refused(backend, device):
     o, lse = make_states(3, 2, 2, 4, device=device)
     o_a, lse_a, o_b, lse_b = pair(o, lse)
     with pytest.raises(ValueError, match="out.*gradient"):
-        merge_state(
-            o_a.clone().requires_grad_(), lse_a, o_b, lse_b, out=torch.empty_like(o_a), backend=backend
-        )
+        merge_state(o_a.clone().requires_grad_(), lse_a, o_b, lse_b, out=torch.empty_like(o_a), backend=backend)
 
 
 def test_padded_lse_is_converted_by_an_explicit_call():
