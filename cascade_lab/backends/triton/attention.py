@@ -47,7 +47,9 @@ def _dot_operand(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _visible_span(i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr):
+def _visible_span(
+    i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr
+):
     """Keys [lo, hi) that some row of i_lo..i_hi sees, and [all_lo, all_hi) that every one of them sees."""
     lo = 0
     hi = K
@@ -71,7 +73,9 @@ def _tree_bits(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.const
     shift = (tl.maximum(first, 0) % 64).to(tl.uint64)
     p_word = mask_ptr + o_mask + i_word * stride_mask_word
     low = tl.load(p_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
-    high = tl.load(p_word + stride_mask_word, mask=m_row & (i_word + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+    high = tl.load(p_word + stride_mask_word, mask=m_row & (i_word + 1 < WORDS), other=0).to(
+        tl.uint64, bitcast=True
+    )
     # two shifts, for a shift by 64 is undefined
     bits = (low >> shift) | ((high << (63 - shift)) << 1)
     # a masked tile starts less than BLOCK_N <= 64 keys before the tail
@@ -147,7 +151,10 @@ def _attend_tile(
     b_sum = b_sum * keep + tl.sum(b_p, 1)
     b_acc = b_acc * keep[:, None]
     b_acc = tl.dot(
-        b_p if INTERPRETED else b_p.to(b_v.dtype), _dot_operand(b_v, INTERPRETED), b_acc, input_precision="ieee"
+        b_p if INTERPRETED else b_p.to(b_v.dtype),
+        _dot_operand(b_v, INTERPRETED),
+        b_acc,
+        input_precision="ieee",
     )
     return b_acc, new_max, b_sum
 
@@ -179,10 +186,12 @@ def _attention_kernel(
         i_q = o_m // GROUP
         i_pos = i_q + K - Q
         i_t = (first + i_q).to(tl.int64)
-        i_h = i_kv * GROUP + o_m % GROUP
+        i_h = (i_kv * GROUP + o_m % GROUP).to(tl.int64)
         o_d = tl.arange(0, BLOCK_D)[None, :]
         b_q = tl.load(
-            q_ptr + (i_t * stride_q_t + i_h * stride_q_h)[:, None] + o_d, mask=m_row[:, None] & (o_d < D), other=0.0
+            q_ptr + (i_t * stride_q_t + i_h * stride_q_h)[:, None] + o_d,
+            mask=m_row[:, None] & (o_d < D),
+            other=0.0,
         )
         b_q = _dot_operand(b_q, INTERPRETED)
 
@@ -238,7 +247,9 @@ def _attention_kernel(
         b_lse = tl.where(empty, NEG_INF, (b_max + tl.log2(tl.where(empty, 1.0, b_sum))) * LN_2)
         o_v = tl.arange(0, BLOCK_V)[None, :]
         o_o = (i_t * stride_o_t + i_split * stride_o_s + i_h * stride_o_h)[:, None] + o_v
-        tl.store(o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & (o_v < D_V))
+        tl.store(
+            o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & (o_v < D_V)
+        )
         tl.store(lse_ptr + i_t * stride_l_t + i_split * stride_l_s + i_h * stride_l_h, b_lse, mask=m_row)
         if READS:
             loaded = tl.minimum(hi, t_hi * BLOCK_N) - tl.maximum(lo, t_lo * BLOCK_N)
@@ -266,7 +277,9 @@ def run_passes(
     lse = torch.empty((T, H_q), dtype=torch.float32, device=q.device)
     if T == 0:
         return o, lse
-    tiles = [tile_for(one.max_seqlen_q * (H_q // one.k_cache.shape[2]), max(D, D_v), q.dtype) for one in passes]
+    tiles = [
+        tile_for(one.max_seqlen_q * (H_q // one.k_cache.shape[2]), max(D, D_v), q.dtype) for one in passes
+    ]
     if num_splits is None:
         splits = [_splits(q, one, tile) for one, tile in zip(passes, tiles, strict=True)]
     else:
@@ -279,7 +292,9 @@ def run_passes(
         part_lse = torch.empty((T, parts, H_q), dtype=torch.float32, device=q.device)
     at = 0
     for one, tile, n in zip(passes, tiles, splits, strict=True):
-        _launch(q, one, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n], softmax_scale, softcap, reads)
+        _launch(
+            q, one, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n], softmax_scale, softcap, reads
+        )
         at += n
     if parts > 1:
         merge_many(part_o, part_lse, o, lse)
@@ -300,7 +315,9 @@ def _splits(q: torch.Tensor, one: Pass, tile: Tile) -> int:
     return splits_for(programs, one.page_table.shape[1] * page_size, tile, num_sms)
 
 
-def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float, softcap: float, reads) -> None:
+def _launch(
+    q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float, softcap: float, reads
+) -> None:
     """One pass into o [T, splits, H_q, D_v] and lse [T, splits, H_q]."""
     H_q, D = q.shape[1:]
     page_size, H_kv = one.k_cache.shape[1:3]
