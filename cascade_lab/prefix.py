@@ -1,0 +1,313 @@
+"""What a prefix-cache hit is worth, exactly (claim 3).
+
+After a hit of H of N prompt tokens, M = N - H rows are left to compute, and each sees the whole prefix:
+
+    pairs left = M H + M (M + 1) / 2 = N(N + 1)/2 - H(H + 1)/2,    a fraction 1 - H(H + 1) / (N(N + 1)), about 1 - h^2,
+
+while token-linear work (projections, FFN) falls to M / N = 1 - h, and the KV tokens read do not fall at all. So a prefill
+is scaled bucket by bucket. This holds for a contiguous prefix, dense causal visibility, the interaction bucket alone, a
+calibrated kernel and a cache that is already there; `applicability` checks these on data, `regions` has the other laws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from cascade_lab import paging
+from cascade_lab.levels import Level
+from cascade_lab.regions import check_hit, check_length, triangle
+
+KINDS = ("interaction", "linear", "fixed", "transfer", "other")
+ENGINE_RULES = ("whole pages", "never the last page")
+
+
+def interactions(n: int, hit: int = 0) -> int:
+    """Query-key pairs of a dense causal prefill of `n` tokens that are left after a hit of `hit`: M H + M (M + 1) / 2.
+
+    Additive over any chunking, and per request: pairs of a batch are the sum of its requests' pairs.
+
+    Raises:
+        ValueError: a length that is not an integer >= 0, or a hit above n.
+    """
+    check_length("n", n)
+    check_length("hit", hit)
+    if hit > n:
+        raise ValueError(f"hit: expected at most n = {n}, given {hit}")
+    return triangle(n) - triangle(hit)
+
+
+def remaining(n: int, hit: int) -> Fraction:
+    """Fraction of the interactions left: 1 - hit (hit + 1) / (n (n + 1)), exact.
+
+    Raises:
+        ValueError: n < 1, or a hit that is not an integer from 0 to n.
+    """
+    check_hit(n, hit)
+    return 1 - Fraction(hit * (hit + 1), n * (n + 1))
+
+
+def remaining_limit(h: float) -> float:
+    """The limit of `remaining` for long prompts: 1 - h^2.
+
+    Raises:
+        ValueError: h outside [0, 1], or NaN.
+    """
+    _check_ratio("h", h)
+    return 1 - h * h
+
+
+def linear_remaining(n: int, hit: int) -> Fraction:
+    """Fraction of the token-linear work left: (n - hit) / n, exact.
+
+    Raises:
+        ValueError: as `remaining`.
+    """
+    check_hit(n, hit)
+    return Fraction(n - hit, n)
+
+
+def remaining_scattered(n: int, intervals: Sequence[tuple[int, int]]) -> Fraction:
+    """Fraction of the interactions left when the cached tokens are not a prefix.
+
+    Row t has t pairs, so what a cached token saves depends on where it stands: the same number of tokens is worth least
+    at the start and most at the end.
+
+    Args:
+        n: prompt tokens.
+        intervals: half-open, 0-based [start, stop) runs of cached tokens; runs may touch or overlap.
+
+    Raises:
+        ValueError: n < 1, or a run outside 0 <= start <= stop <= n.
+    """
+    check_length("n", n, 1)
+    for start, stop in intervals:
+        check_length("intervals", start)
+        check_length("intervals", stop)
+        if not start <= stop <= n:
+            raise ValueError(f"intervals: expected 0 <= start <= stop <= n = {n}, given [{start}, {stop})")
+    saved, reach = 0, 0
+    for start, stop in sorted(intervals):
+        start = max(start, reach)
+        if stop > start:
+            saved += triangle(stop) - triangle(start)
+            reach = stop
+    return 1 - Fraction(saved, triangle(n))
+
+
+def effective_hit(cached_tokens: int, n: int, page_size: int = 1, *, rule: str = "whole pages") -> int:
+    """Tokens that an engine really reuses: min(cached_tokens, n - 1) floored to whole pages.
+
+    At least one token is always computed, for its logits are needed.
+
+    Args:
+        cached_tokens: leading tokens of the prompt found in the cache.
+        n: prompt tokens.
+        page_size: tokens per page; only whole pages are reused.
+        rule: "whole pages", or "never the last page" for an engine that recomputes the last full page of a prompt.
+
+    Raises:
+        ValueError: a length that is not an integer in range, or an unknown rule.
+    """
+    check_length("cached_tokens", cached_tokens)
+    check_length("n", n, 1)
+    check_length("page_size", page_size, 1)
+    if rule not in ENGINE_RULES:
+        raise ValueError(f"rule: expected one of {ENGINE_RULES}, given {rule!r}")
+    hit = min(cached_tokens, n - 1) // page_size * page_size
+    return hit if rule == "whole pages" else min(hit, max(0, n // page_size - 1) * page_size)
+
+
+def prefix_hit_levels(
+    prompt_lens: Sequence[int],
+    hits: Sequence[int],
+    page_size: int = 16,
+    *,
+    split: bool = False,
+    page_table: torch.Tensor | None = None,
+) -> tuple[Level, ...]:
+    """The prefill after a hit as levels over the suffix rows: one causal level, or rectangle and triangle.
+
+    Args:
+        prompt_lens: N per request.
+        hits: H per request; rows H to N - 1 are computed.
+        page_size: tokens per page.
+        split: False, one causal level over prefix and suffix. True, two levels that merge to the same state: the
+            rectangle (suffix rows over the prefix, H keys) and the triangle (suffix rows over themselves, causal).
+        page_table: `[R, max_pages]` int32 of the whole prompts; consecutive pages when absent.
+
+    Returns:
+        Levels for `cascade_attention` and `ledger`, rows packed by request.
+
+    Raises:
+        ValueError: hits that are not integers from 0 to N, or numbers of requests that differ.
+    """
+    if len(prompt_lens) != len(hits):
+        raise ValueError(f"hits: expected one per request ({len(prompt_lens)}), given {len(hits)}")
+    for n, hit in zip(prompt_lens, hits, strict=True):
+        check_hit(n, hit)
+    prompts = torch.tensor(list(prompt_lens), dtype=torch.int32)
+    cached = torch.tensor(list(hits), dtype=torch.int32)
+    if page_table is None:
+        page_table = paging.build_page_table(list(prompt_lens), page_size)
+    rows = torch.nn.functional.pad((prompts - cached).cumsum(0), (1, 0)).to(torch.int32)
+    if not split:
+        return (Level(rows, page_table, prompts, page_size, causal=True, name="suffix over prefix and suffix"),)
+    # the triangle starts at token H, so its pages are as fine as every H needs
+    fine = math.gcd(page_size, *(int(hit) for hit in hits))
+    parts = page_size // fine
+    tokens = (page_table.long()[:, :, None] * parts + torch.arange(parts)).flatten(1)
+    column = cached.long()[:, None] // fine + torch.arange(tokens.shape[1])
+    inside = column < paging.pages_needed(prompts.long(), fine)[:, None]
+    suffix = torch.where(inside, tokens.gather(1, column.clamp(max=tokens.shape[1] - 1)), -1).to(torch.int32)
+    return (
+        Level(rows, page_table, cached, page_size, name="rectangle"),
+        Level(rows, suffix, prompts - cached, fine, causal=True, name="triangle"),
+    )
+
+
+def scale_breakdown(
+    breakdown: Mapping[str, float], kinds: Mapping[str, str | tuple[str, float]], n: int, hit: int
+) -> dict[str, float]:
+    """Scale a no-hit prefill breakdown to a hit, bucket by bucket.
+
+    Args:
+        breakdown: bucket name to its no-hit cost, any unit.
+        kinds: bucket name to "interaction" (dense causal attention core: x `remaining`), "linear" (projections, FFN,
+            norms: x `linear_remaining`), "fixed" or "transfer" (left as they are), or ("other", factor) for a region
+            with another law, factor from `regions`.
+        n, hit: prompt tokens and hit.
+
+    Returns:
+        The same buckets scaled, and "total".
+
+    Raises:
+        ValueError: a bucket without a kind or of an unknown one, "other" without a factor, a bucket said to mix kinds,
+            a cost that is negative or not finite, or n and hit out of range.
+    """
+    if not breakdown:
+        raise ValueError("breakdown: expected at least one bucket, given none")
+    factors = {"interaction": float(remaining(n, hit)), "linear": float(linear_remaining(n, hit))}
+    if "total" in breakdown or set(kinds) - set(breakdown):
+        extra = sorted(set(kinds) - set(breakdown)) or ["total"]
+        raise ValueError(f"kinds: expected the buckets of breakdown, none of them 'total', given {extra}")
+    scaled = {}
+    for name, cost in breakdown.items():
+        _check_cost(name, cost)
+        scaled[name] = cost * _factor(name, kinds.get(name), factors)
+    return scaled | {"total": math.fsum(scaled.values())}
+
+
+def uniform_scaling_errors(
+    breakdown: Mapping[str, float], kinds: Mapping[str, str | tuple[str, float]], n: int, hit: int
+) -> dict[str, dict[str, float]]:
+    """The total under one factor for everything, beside the bucketed total: {rule: {"total", "relative error"}}.
+
+    Rules: "bucketed", "uniform 1-h", "uniform 1-h^2".
+    """
+    bucketed = scale_breakdown(breakdown, kinds, n, hit)["total"]
+    whole = math.fsum(breakdown.values())
+    totals = {
+        "bucketed": bucketed,
+        "uniform 1-h": whole * float(linear_remaining(n, hit)),
+        "uniform 1-h^2": whole * remaining_limit(hit / n),
+    }
+    return {
+        rule: {"total": total, "relative error": total / bucketed - 1 if bucketed else math.nan}
+        for rule, total in totals.items()
+    }
+
+
+@dataclass(frozen=True)
+class PrefillTerms:
+    """What a model of end-to-end time to first token takes from here: separate, named terms, none of them a time.
+
+    Attributes:
+        effective_hit: reused tokens, whole pages, less the replayed ones.
+        interaction_scale: factor on the dense attention core.
+        linear_scale: factor on projections, FFN and other per-token work.
+        computed_tokens: rows to compute, replay included.
+        replay_tokens: hit tokens computed again, for state that the cache does not hold (window, compressor).
+        re_expansion_tokens: cached tokens whose keys and values are expanded again (MLA in expanded mode).
+        kv_load_bytes: bytes to bring to the device if the cache is elsewhere; 0 when it is present.
+    """
+
+    effective_hit: int
+    interaction_scale: Fraction
+    linear_scale: Fraction
+    computed_tokens: int
+    replay_tokens: int
+    re_expansion_tokens: int
+    kv_load_bytes: int
+
+
+def hand_over(
+    cached_tokens: int,
+    n: int,
+    page_size: int = 1,
+    *,
+    rule: str = "whole pages",
+    replay_tokens: int = 0,
+    expands_latents: bool = False,
+    kv_bytes_per_token: int = 0,
+    cache_present: bool = True,
+) -> PrefillTerms:
+    """The terms of one request.
+
+    Args:
+        cached_tokens, n, page_size, rule: as in `effective_hit`.
+        replay_tokens: hit tokens that are computed again.
+        expands_latents: the kernel expands cached latents per head before attention.
+        kv_bytes_per_token: over all layers, for the load.
+        cache_present: False when the hit's bytes still have to be loaded.
+
+    Raises:
+        ValueError: as `effective_hit`, or a negative number.
+    """
+    check_length("replay_tokens", replay_tokens)
+    check_length("kv_bytes_per_token", kv_bytes_per_token)
+    found = effective_hit(cached_tokens, n, page_size, rule=rule)
+    hit = max(0, found - replay_tokens)
+    return PrefillTerms(
+        effective_hit=hit,
+        interaction_scale=remaining(n, hit),
+        linear_scale=linear_remaining(n, hit),
+        computed_tokens=n - hit,
+        replay_tokens=found - hit,
+        re_expansion_tokens=hit if expands_latents else 0,
+        kv_load_bytes=0 if cache_present else found * kv_bytes_per_token,
+    )
+
+
+def _check_ratio(name: str, h: float) -> None:
+    if isinstance(h, bool) or not isinstance(h, (int, float, Fraction)) or not 0 <= h <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], given {h!r}")
+
+
+def _check_cost(name: str, cost: float) -> None:
+    if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
+        raise ValueError(f"breakdown[{name!r}]: expected a finite cost >= 0, given {cost!r}")
+
+
+def _factor(name: str, kind, factors: Mapping[str, float]) -> float:
+    kind, *given = kind if isinstance(kind, (tuple, list)) else (kind,)
+    if kind == "mixed" or (given and given[0] in KINDS):
+        raise ValueError(
+            f"kinds[{name!r}]: expected one kind, given {[kind, *given]}: projections fall as 1 - h and interactions as "
+            f"1 - h^2, so no one factor is right for both; measure them apart"
+        )
+    if kind not in KINDS:
+        raise ValueError(f"kinds[{name!r}]: expected one of {KINDS}, given {kind!r}")
+    if kind == "other":
+        if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], (int, float, Fraction)):
+            raise ValueError(f"kinds[{name!r}]: expected ('other', factor) with a number, given {(kind, *given)}")
+        if not 0 <= given[0] < math.inf:
+            raise ValueError(f"kinds[{name!r}]: expected a finite factor >= 0, given {given[0]!r}")
+        return float(given[0])
+    if given:
+        raise ValueError(f"kinds[{name!r}]: expected no factor for {kind!r}, given {given}")
+    return factors.get(kind, 1.0)

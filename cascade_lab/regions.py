@@ -1,0 +1,377 @@
+"""Visible regions: how many keys each row of a prompt sees, and what a prefix hit leaves of that (claim 3's limits).
+
+Row t (1-based) of a prompt sees v(t) keys, itself included, and F(n) = v(1) + ... + v(n). After a hit of H of N tokens
+the rows H + 1 to N are left, so the remaining fraction is 1 - F(H) / F(N). With v(t) = t that is 1 - h^2 up to 1/N;
+with a saturated window it is 1 - h. Everything is an exact integer; `MLA` is the dense region with another payload.
+
+Every method takes Python integers of any size, or NumPy int64 arrays element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+Count = int | np.ndarray
+
+
+class Region:
+    """A rule v(t) with its sum F(n); subclasses give both in closed form."""
+
+    def visible(self, t: Count) -> Count:
+        """v(t): keys that row t >= 1 sees, itself included."""
+        raise NotImplementedError
+
+    def total(self, n: Count) -> Count:
+        """F(n) = v(1) + ... + v(n) for n >= 0."""
+        raise NotImplementedError
+
+    def remaining(self, n: Count, hit: Count) -> Fraction | np.ndarray:
+        """1 - F(hit) / F(n): an exact Fraction for integers, float64 for arrays.
+
+        Raises:
+            ValueError: n < 1, a hit that is not an integer from 0 to n, or a prompt whose rows see no key at all.
+        """
+        check_hit(n, hit)
+        arrays = isinstance(n, np.ndarray) or isinstance(hit, np.ndarray)
+        whole = self.total(np.asarray(n) if arrays else n)
+        if np.any(whole == 0):
+            raise ValueError(f"n: expected a prompt long enough for its rows to see a key, given {n}")
+        if arrays:
+            return (whole - self.total(np.asarray(hit))) / whole
+        return Fraction(whole - self.total(hit), whole)
+
+    def exponent(self, n: int, hit: int) -> float:
+        """The p of remaining = 1 - h^p: 2 for dense causal in the limit, 1 for a saturated window.
+
+        Raises:
+            ValueError: as `remaining`, and for a hit of 0 or n, where every p fits.
+        """
+        left = self.remaining(n, hit)
+        if not 0 < hit < n:
+            raise ValueError(f"hit: expected a number strictly between 0 and {n}, given {hit}")
+        return math.log(1 - left) / math.log(Fraction(hit, n))
+
+
+def triangle(n: Count) -> Count:
+    """1 + 2 + ... + n."""
+    return n * (n + 1) // 2
+
+
+def check_length(name: str, n: Count, low: int = 0) -> None:
+    """Raise ValueError naming the value unless `n` is an integer (or an array of them) >= low."""
+    if isinstance(n, np.ndarray):
+        if n.dtype.kind not in "iu":
+            raise ValueError(f"{name}: expected integers, given an array of {n.dtype}")
+        if n.size and n.min() < low:
+            raise ValueError(f"{name}: expected numbers >= {low}, given {int(n.min())}")
+        return
+    if isinstance(n, (bool, np.bool_)) or not hasattr(n, "__index__"):
+        raise ValueError(f"{name}: expected an integer, given {n!r}")
+    if n < low:
+        raise ValueError(f"{name}: expected a number >= {low}, given {n}")
+
+
+def check_hit(n: Count, hit: Count) -> None:
+    """Raise ValueError naming the value unless n >= 1 and 0 <= hit <= n, all integers."""
+    check_length("n", n, 1)
+    check_length("hit", hit)
+    if np.any(hit > n):
+        first = (np.asarray(hit) > np.asarray(n)).argmax()
+        given = np.broadcast_arrays(hit, n)
+        raise ValueError(f"hit: expected at most n = {given[1].flat[first]}, given {given[0].flat[first]}")
+
+
+def _least(a: Count, b: Count) -> Count:
+    return np.minimum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else min(a, b)
+
+
+def _capped(n: Count, cap: int) -> Count:
+    """Sum of min(t, cap) for t = 1..n: a triangle, then a band."""
+    head = _least(n, cap)
+    return triangle(head) + (n - head) * cap
+
+
+def _floored(n: Count, m: int) -> Count:
+    """Sum of floor(t / m) for t = 1..n."""
+    q, r = n // m, n % m
+    return m * (q * (q - 1) // 2) + q * (r + 1)
+
+
+@dataclass(frozen=True)
+class Dense(Region):
+    """Dense causal attention, MHA, GQA, MQA and MLA alike: v(t) = t."""
+
+    def visible(self, t: Count) -> Count:
+        return t
+
+    def total(self, n: Count) -> Count:
+        return triangle(n)
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Region):
+    """The last w keys, the row's own counted: v(t) = min(t, w); `window_size=(w - 1, 0)` of `attention`."""
+
+    w: int
+
+    def __post_init__(self):
+        check_length("w", self.w, 1)
+
+    def visible(self, t: Count) -> Count:
+        return _least(t, self.w)
+
+    def total(self, n: Count) -> Count:
+        return _capped(n, self.w)
+
+
+@dataclass(frozen=True)
+class SinkWindow(Region):
+    """The first s keys and the last w: v(t) = min(t, s + w)."""
+
+    s: int
+    w: int
+
+    def __post_init__(self):
+        check_length("s", self.s)
+        check_length("w", self.w, 1)
+
+    def visible(self, t: Count) -> Count:
+        return _least(t, self.s + self.w)
+
+    def total(self, n: Count) -> Count:
+        return _capped(n, self.s + self.w)
+
+
+@dataclass(frozen=True)
+class Chunked(Region):
+    """Attention inside chunks of c tokens (Llama 4): v(t) = ((t - 1) mod c) + 1, a sawtooth."""
+
+    c: int
+
+    def __post_init__(self):
+        check_length("c", self.c, 1)
+
+    def visible(self, t: Count) -> Count:
+        return (t - 1) % self.c + 1
+
+    def total(self, n: Count) -> Count:
+        return n // self.c * triangle(self.c) + triangle(n % self.c)
+
+
+@dataclass(frozen=True)
+class TopK(Region):
+    """The k selected tokens of a sparse core (DeepSeek Sparse Attention): v(t) = min(t, k)."""
+
+    k: int
+
+    def __post_init__(self):
+        check_length("k", self.k, 1)
+
+    def visible(self, t: Count) -> Count:
+        return _least(t, self.k)
+
+    def total(self, n: Count) -> Count:
+        return _capped(n, self.k)
+
+
+@dataclass(frozen=True)
+class TopKBlocks(Region):
+    """k selected blocks of `block` tokens, the row's own block among them, whole but for the own block's future.
+
+    With b = (t - 1) div block and r = (t - 1) mod block + 1: v(t) = (min(b + 1, k) - 1) block + r.
+    """
+
+    block: int
+    k: int
+
+    def __post_init__(self):
+        check_length("block", self.block, 1)
+        check_length("k", self.k, 1)
+
+    def visible(self, t: Count) -> Count:
+        b = (t - 1) // self.block
+        return (_least(b + 1, self.k) - 1) * self.block + (t - 1) % self.block + 1
+
+    def total(self, n: Count) -> Count:
+        q, r = n // self.block, n % self.block
+        # whole blocks: the earlier blocks each row sees, then its own
+        earlier = _capped(q, self.k) - q
+        own = q * triangle(self.block) + triangle(r)
+        return earlier * self.block**2 + own + (_least(q + 1, self.k) - 1) * self.block * r
+
+
+@dataclass(frozen=True)
+class Compressed(Region):
+    """One entry per m whole tokens, all of them scored, as an indexer does: v(t) = floor(t / m); m = 1 is dense."""
+
+    m: int
+
+    def __post_init__(self):
+        check_length("m", self.m, 1)
+
+    def visible(self, t: Count) -> Count:
+        return t // self.m
+
+    def total(self, n: Count) -> Count:
+        return _floored(n, self.m)
+
+
+@dataclass(frozen=True)
+class CSA(Region):
+    """Compressed sparse attention (DeepSeek-V4): k of the entries of m tokens, and a window of raw tokens.
+
+    v(t) = min(floor(t / m), k) + min(t, window). Its indexer scores all entries: `Compressed(m)`.
+    """
+
+    m: int
+    k: int
+    window: int
+
+    def __post_init__(self):
+        for name in ("m", "k", "window"):
+            check_length(name, getattr(self, name), 1)
+
+    def visible(self, t: Count) -> Count:
+        return _least(t // self.m, self.k) + _least(t, self.window)
+
+    def total(self, n: Count) -> Count:
+        # floor(t / m) reaches k at t = k m
+        head = _least(n, self.k * self.m - 1)
+        return _floored(head, self.m) + (n - head) * self.k + _capped(n, self.window)
+
+
+@dataclass(frozen=True)
+class HCA(Region):
+    """Heavily compressed attention (DeepSeek-V4): all entries of m tokens, and a window of raw tokens.
+
+    v(t) = floor(t / m) + min(t, window).
+    """
+
+    m: int
+    window: int
+
+    def __post_init__(self):
+        check_length("m", self.m, 1)
+        check_length("window", self.window, 1)
+
+    def visible(self, t: Count) -> Count:
+        return t // self.m + _least(t, self.window)
+
+    def total(self, n: Count) -> Count:
+        return _floored(n, self.m) + _capped(n, self.window)
+
+
+@dataclass(frozen=True)
+class NSA(Region):
+    """Native sparse attention (arXiv:2502.11089): compressed blocks, selected blocks and a window, each attended apart.
+
+    v(t) = [t >= length] (floor((t - length) / stride) + 1) + selected(t) + min(t, window), where selected is
+    `TopKBlocks(block, k)`.
+    """
+
+    length: int
+    stride: int
+    block: int
+    k: int
+    window: int
+
+    def __post_init__(self):
+        for name in ("length", "stride", "block", "k", "window"):
+            check_length(name, getattr(self, name), 1)
+
+    def visible(self, t: Count) -> Count:
+        # floor((t - length) / stride) + 1, which is 0 or less before the first block is whole
+        whole = (t - self.length) // self.stride + 1
+        entries = -_least(-whole, 0)
+        return entries + TopKBlocks(self.block, self.k).visible(t) + _least(t, self.window)
+
+    def total(self, n: Count) -> Count:
+        behind = -_least(self.length - n, 0)
+        # sum over u = 0..behind of floor(u / stride) + 1, nothing before t = length
+        entries = _floored(behind, self.stride) + behind + 1
+        entries = np.where(n >= self.length, entries, 0) if isinstance(n, np.ndarray) else entries * (n >= self.length)
+        return entries + TopKBlocks(self.block, self.k).total(n) + _capped(n, self.window)
+
+
+@dataclass(frozen=True)
+class Mixture(Region):
+    """Regions attended side by side with integer weights (layers of each kind x FLOPs per pair): v is the weighted sum.
+
+    Weight by work, not by layers: a window layer's share of the work is its share of the pairs.
+    """
+
+    parts: tuple[tuple[int, Region], ...]
+
+    def __post_init__(self):
+        if not self.parts:
+            raise ValueError("parts: expected at least one (weight, region), given none")
+        for weight, _ in self.parts:
+            check_length("weight", weight, 1)
+
+    def visible(self, t: Count) -> Count:
+        return sum(weight * region.visible(t) for weight, region in self.parts)
+
+    def total(self, n: Count) -> Count:
+        return sum(weight * region.total(n) for weight, region in self.parts)
+
+
+def deepseek_sparse(*, core_flops: int, indexer_flops: int, k: int = 2048) -> Mixture:
+    """DeepSeek Sparse Attention (V3.2): top-k core and the dense indexer that picks for it, by FLOPs per pair."""
+    return Mixture(((core_flops, TopK(k)), (indexer_flops, Dense())))
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention as a payload: the region is `Dense`, the bytes and FLOPs per pair are its own.
+
+    Attributes:
+        heads: query heads.
+        latent: latent rank, 512 in DeepSeek-V3.
+        rope: rotary dims shared by the heads, 64.
+        nope, value: per-head dims of the expanded keys and values, 128 each.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434) for the two modes; a multiply-add counts as 2 FLOPs.
+    """
+
+    heads: int = 128
+    latent: int = 512
+    rope: int = 64
+    nope: int = 128
+    value: int = 128
+
+    @property
+    def expanded_flops(self) -> int:
+        """FLOPs per pair, all heads, with keys and values expanded per head: 2 (nope + rope + value) each."""
+        return 2 * self.heads * (self.nope + self.rope + self.value)
+
+    @property
+    def absorbed_flops(self) -> int:
+        """FLOPs per pair, all heads, on the latent itself: 2 (latent + rope + latent) each."""
+        return 2 * self.heads * (2 * self.latent + self.rope)
+
+    @property
+    def expansion_flops(self) -> int:
+        """FLOPs to expand one cached token's keys and values: linear in the hit, paid once per chunk when expanded."""
+        return 2 * self.latent * self.heads * (self.nope + self.value)
+
+    def token_bytes(self, itemsize: int = 2) -> int:
+        """Cached bytes per token and layer."""
+        return (self.latent + self.rope) * itemsize
+
+    def prefill_flops(self, n: int, hit: int) -> dict[str, int]:
+        """FLOPs of one layer's attention for the rows after the hit: pairs and re-expansion in either mode.
+
+        Returns:
+            {"expanded": ..., "expansion": of the hit's cached tokens, "absorbed": ...}.
+        """
+        check_hit(n, hit)
+        pairs = triangle(n) - triangle(hit)
+        return {
+            "expanded": pairs * self.expanded_flops,
+            "expansion": hit * self.expansion_flops,
+            "absorbed": pairs * self.absorbed_flops,
+        }
