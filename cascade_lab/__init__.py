@@ -3,10 +3,22 @@
 A computation is a list of levels, passes of query rows over cached tokens, whose states merge by log-sum-exp.
 """
 
-from cascade_lab import runtime  # first: it sets Triton's interpreter switch
+from cascade_lab import regions, runtime  # first: it sets Triton's interpreter switch
 from cascade_lab.attention import attention
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.levels import Ledger, Level, cascade_attention, ledger
+from cascade_lab.prefix import (
+    check_applicability,
+    effective_hit,
+    hand_over,
+    interactions,
+    linear_remaining,
+    prefix_hit_levels,
+    remaining,
+    remaining_limit,
+    remaining_scattered,
+    scale_breakdown,
+)
 from cascade_lab.states import (
     State,
     lse_from_base2,
@@ -28,7 +40,12 @@ __all__ = [
     "VerifyBatch",
     "attention",
     "cascade_attention",
+    "check_applicability",
+    "effective_hit",
+    "hand_over",
+    "interactions",
     "ledger",
+    "linear_remaining",
     "lse_from_base2",
     "lse_from_heads_first",
     "lse_from_padded",
@@ -36,5 +53,11 @@ __all__ = [
     "lse_to_heads_first",
     "merge_state",
     "merge_states",
+    "prefix_hit_levels",
+    "regions",
+    "remaining",
+    "remaining_limit",
+    "remaining_scattered",
     "runtime",
+    "scale_breakdown",
 ]
