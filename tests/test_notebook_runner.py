@@ -218,7 +218,7 @@ def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_pat
         "_ = (folder / 'a.svg').write_text('<svg>1</svg>')",
     )
     assert notebooks.check(folder=folder, figures=figures) == 1
-    assert "never ran" in capfd.readouterr().err
+    assert "was never run" in capfd.readouterr().err
     assert notebooks.refresh(folder=folder, figures=figures) == 0
     first = path.read_bytes()
     assert load(path).cells[2].outputs == [new_output("stream", name="stdout", text="0\n1\n2\n")]

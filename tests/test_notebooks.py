@@ -11,7 +11,30 @@ from cascade_lab.evidence.parameters import read_parameters
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 # For each notebook, named sets of values; a set names only what it changes.
-PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {}
+PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
+    "01_lse_splitting": {
+        "one kv head, odd head dim, single tokens as pages": {
+            "seed": 1,
+            "head_dim": 20,
+            "num_q_heads": 3,
+            "num_kv_heads": 1,
+            "page_size": 1,
+            "prefix_lengths": [1, 33],
+            "draft_lengths": [3, 2],
+            "splits": [1, 5],
+        },
+        "every head its own kv head, long pages": {
+            "seed": 2,
+            "head_dim": 96,
+            "num_q_heads": 2,
+            "num_kv_heads": 2,
+            "page_size": 64,
+            "prefix_lengths": [65, 1, 30],
+            "draft_lengths": [1, 7, 2],
+            "splits": [1, 11],
+        },
+    }
+}
 RUNS = [(name, label) for name, sets in PARAMETER_SETS.items() for label in sets]
 
 

@@ -85,6 +85,8 @@ def problems(path: Path) -> list[str]:
     if text != text_of(canonical(notebook)):
         found.append("not in canonical form (metadata, ids, counts or layout); `cascade-lab refresh` writes it")
     found += _heading_problems(notebook)
+    if not any(cell.get("execution_count") for cell in notebook.cells):
+        return [*found, "was never run; `cascade-lab refresh` writes its outputs"]
     claims = 0
     for number, cell in enumerate(notebook.cells, 1):
         claims += len(_claims(cell))
