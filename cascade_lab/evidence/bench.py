@@ -1,0 +1,352 @@
+"""Measurements with a clock: ratios against something that the reader's own machine runs beside them.
+
+A time says little on another machine; a ratio of two times, taken in turns in one process, says how far an
+implementation is from what else could be called. Every row is printed beside its bound, and rows, versions and device
+go to a JSON file after each section. Rounds in which the operating system took a core away are set aside; a machine
+too busy to give enough others has measured nothing, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_OUTPUT = Path("figures/measured/cpu.json")
+HOLDS, FAILS, NOT_MEASURED, NO_BOUND = "holds", "fails", "not measured here", "recorded"
+
+IMPORT_BOUND_S = 0.3
+SDPA_BOUND = 1.5
+NOTEBOOK_BOUND_S = 30.0
+# Extra memory at the longest cache over that at the shortest; a row of scores alone would grow as the length does.
+MEMORY_GROWTH_BOUND = 1.25
+MIN_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a value with its quartiles, in `unit`, and the bound it is judged by (None: only recorded)."""
+
+    section: str
+    name: str
+    value: float | None
+    unit: str
+    bound: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return NOT_MEASURED
+        if self.bound is None:
+            return NO_BOUND
+        return HOLDS if self.value <= self.bound else FAILS
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention call of a single request that `scaled_dot_product_attention` can do as well."""
+
+    rows: int
+    keys: int
+    heads: int = 8
+    kv_heads: int = 8
+    causal: bool = False
+    dtype: str = "float32"
+    page_size: int | None = None  # None: a dense cache, one page
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads} heads"
+        mask = ", causal" if self.causal else ""
+        layout = f", page {self.page_size} shuffled" if self.page_size else ""
+        return f"T={self.rows} L={self.keys} {heads} {self.dtype}{mask}{layout}"
+
+
+HEAD_DIM = 64
+BOUNDED_WORKS = (
+    Work(2048, 2048, causal=True),
+    Work(32, 32768),
+    Work(32, 32768, kv_heads=2),
+)
+RECORDED_WORKS = (
+    Work(2048, 2048, causal=True, page_size=16),
+    Work(32, 32768, page_size=16),
+    Work(32, 32768, kv_heads=2, page_size=16),
+    Work(2048, 2048, causal=True, dtype="bfloat16"),
+    Work(32, 32768, dtype="bfloat16"),
+    Work(32, 32768, kv_heads=2, dtype="bfloat16"),
+)
+MEMORY_LENGTHS = (8192, 32768, 131072)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `cascade-lab bench`."""
+    parser.add_argument(
+        "--cpu", action="store_true", help="measure the import, the torch backend and notebook 01"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds and shorter caches; bounds stay as they are"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"JSON file to write (default: {DEFAULT_OUTPUT.as_posix()})",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, write the JSON file. 0 when no bound is missed, 1 otherwise or when nothing ran."""
+    from cascade_lab import runtime
+
+    if not args.cpu:
+        print(
+            f"bench: kernels are measured on a GPU, and {runtime.device_reason()}; measure the CPU with: bench --cpu"
+        )
+        return 1
+    output = args.output or DEFAULT_OUTPUT
+    sections = (
+        ("import", lambda: import_time(3 if args.quick else 7)),
+        ("speed", lambda: speed(7 if args.quick else 21)),
+        ("memory", lambda: memory(MEMORY_LENGTHS[:2] if args.quick else MEMORY_LENGTHS)),
+        ("notebook", notebook_time),
+    )
+    record = {"provenance": runtime.provenance(), "quick": args.quick}
+    return report(sections, output, record)
+
+
+def report(
+    sections: tuple[tuple[str, Callable[[], Iterator[Row]]], ...], output: Path, record: dict[str, object]
+) -> int:
+    """Print each row as it comes, write all rows so far to `output` after each section, and return the exit status."""
+    rows: list[Row] = []
+    print(f"{'what':<64}{'measured':>12}  {'quartiles':<16}{'bound':>8}  verdict")
+    for name, measure in sections:
+        _progress(f"measuring {name} ...")
+        for row in measure():
+            _progress("")
+            rows.append(row)
+            print(_line(row), flush=True)
+            _progress(f"measuring {name} ...")
+        _progress("")
+        _write(output, record | {"rows": [asdict(row) | {"verdict": row.verdict} for row in rows]})
+    missed = [row for row in rows if row.verdict == FAILS]
+    unknown = [row for row in rows if row.verdict == NOT_MEASURED]
+    print(
+        f"{len(missed)} bounds missed, {len(unknown)} rows not measured here; written to {output.as_posix()}"
+    )
+    return 1 if missed else 0
+
+
+def import_time(repeats: int) -> Iterator[Row]:
+    """Seconds that `import cascade_lab` adds to `import torch`, in fresh processes."""
+    code = (
+        "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import cascade_lab; "
+        "print(b - a, time.perf_counter() - b)"
+    )
+    torch_s, package_s = zip(*(map(float, _child(code).split()) for _ in range(repeats)), strict=True)
+    note = f"import torch alone {statistics.median(torch_s):.2f} s"
+    yield _spread("import", "import cascade_lab after torch", package_s, "s", IMPORT_BOUND_S, note)
+
+
+def speed(rounds: int) -> Iterator[Row]:
+    """Time of the torch backend over that of `scaled_dot_product_attention`, called in turns on the same numbers."""
+    for works, bound in ((BOUNDED_WORKS, SDPA_BOUND), (RECORDED_WORKS, None)):
+        for work in works:
+            ours, theirs = _calls(work)
+            yield compare(f"torch backend / SDPA, {work}", ours, theirs, rounds, bound)
+
+
+def compare(
+    name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int, bound: float | None
+) -> Row:
+    """Median over rounds of time(ours) / time(theirs), from the rounds that ran undisturbed."""
+    for call in (ours, theirs, ours, theirs):
+        call()
+    gc.collect()
+    ratios, seconds, disturbed = [], [], 0
+    while len(ratios) < rounds and disturbed < 3 * rounds:
+        before = _preemptions()
+        ours_s, theirs_s = _seconds(ours), _seconds(theirs)
+        if _preemptions() != before:
+            disturbed += 1
+            continue
+        ratios.append(ours_s / theirs_s)
+        seconds.append(ours_s)
+    note = f"{disturbed} of {disturbed + len(ratios)} rounds disturbed"
+    if len(ratios) < min(rounds, MIN_ROUNDS):
+        return Row("speed", name, None, "x", bound, note=f"machine too busy: {note}")
+    return _spread("speed", name, ratios, "x", bound, f"{statistics.median(seconds) * 1e3:.1f} ms, {note}")
+
+
+def memory(lengths: tuple[int, ...]) -> Iterator[Row]:
+    """Growth of the resident peak during one call beyond its inputs, in a fresh process for each length."""
+    if importlib.util.find_spec("resource") is None:
+        yield Row("memory", "peak extra memory", None, "MB", note="this system has no resource module")
+        return
+    for page_size in (None, 16):
+        extra = []
+        for length in lengths:
+            work = Work(32, length, page_size=page_size)
+            extra.append(
+                float(_child(f"from cascade_lab.evidence import bench; bench.print_extra_memory({work!r})"))
+            )
+            yield Row("memory", f"peak extra memory, {work}", extra[-1], "MB", note="ru_maxrss")
+        layout = "dense" if page_size is None else f"page {page_size}"
+        growth = extra[-1] / max(extra[0], 1.0)
+        name = f"the same at L={lengths[-1]} over L={lengths[0]}, {layout}"
+        yield Row("memory", name, growth, "x", MEMORY_GROWTH_BOUND)
+
+
+def print_extra_memory(work: Work) -> None:
+    """Print the MB by which one call raises this process's resident peak above its inputs and loaded libraries."""
+    import resource
+
+    def peak() -> float:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+    _calls(Work(1, 64, page_size=work.page_size))[0]()
+    ours, _ = _calls(work)
+    before = peak()
+    ours()
+    print(peak() - before)
+
+
+def notebook_time() -> Iterator[Row]:
+    """Seconds that `cascade-lab run 01_lse_splitting` takes, process start to end."""
+    name = "cascade-lab run 01_lse_splitting"
+    missing = [
+        tool for tool in ("papermill", "nbconvert", "ipykernel") if importlib.util.find_spec(tool) is None
+    ]
+    if missing:
+        yield Row("notebook", name, None, "s", NOTEBOOK_BOUND_S, note=f"needs {', '.join(missing)}")
+        return
+    if not Path("notebooks/01_lse_splitting.ipynb").is_file():
+        yield Row(
+            "notebook", name, None, "s", NOTEBOOK_BOUND_S, note="no notebooks/01_lse_splitting.ipynb here"
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "cascade_lab", "run", "01_lse_splitting", "--output", folder]
+        start = time.perf_counter()
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+    if done.returncode != 0:
+        reason = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        yield Row("notebook", name, float("inf"), "s", NOTEBOOK_BOUND_S, note=f"the run failed: {reason}")
+        return
+    yield Row("notebook", name, seconds, "s", NOTEBOOK_BOUND_S)
+
+
+def _calls(work: Work) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The pass as this package does it and as SDPA does it, on the same random numbers."""
+    import torch
+
+    from cascade_lab import attention
+
+    dtype = getattr(torch, work.dtype)
+    gen = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, dtype=torch.float32).to(dtype)
+
+    q = random(work.rows, work.heads, HEAD_DIM)
+    page_size = work.page_size or work.keys
+    num_pages = work.keys // page_size
+    k, v = (random(num_pages, page_size, work.kv_heads, HEAD_DIM) for _ in range(2))
+    order = torch.randperm(num_pages, generator=gen)
+    table = order[None].int()
+    lengths = torch.tensor([work.keys], dtype=torch.int32)
+    cu_seqlens_q = torch.tensor([0, work.rows], dtype=torch.int32)
+
+    def ours() -> object:
+        return attention(
+            q, k, v, table, lengths, cu_seqlens_q=cu_seqlens_q, causal=work.causal, backend="torch"
+        )
+
+    dense: list[torch.Tensor] = []
+
+    def theirs() -> object:
+        # SDPA gets its own favourite layout, [1, H, L, D] contiguous, with the pages already in order.
+        if not dense:
+            tokens = (x[order].flatten(0, 1) for x in (k, v))
+            dense.extend(x.transpose(0, 1)[None].contiguous() for x in (q, *tokens))
+        return torch.nn.functional.scaled_dot_product_attention(
+            *dense, is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+        )
+
+    return ours, theirs
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _preemptions() -> int:
+    """How often the system has taken a core from this process so far; 0 where it does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _spread(
+    section: str,
+    name: str,
+    values: list[float] | tuple[float, ...],
+    unit: str,
+    bound: float | None,
+    note: str,
+) -> Row:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Row(section, name, median, unit, bound, low, high, note)
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _child(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"bench: a measuring process failed:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def _line(row: Row) -> str:
+    value = "-" if row.value is None else f"{row.value:.2f} {row.unit}"
+    quartiles = "" if row.low is None else f"{row.low:.2f} to {row.high:.2f}"
+    bound = "" if row.bound is None else f"{row.bound:g} {row.unit}"
+    note = f"  ({row.note})" if row.note else ""
+    return f"{row.name:<64}{value:>12}  {quartiles:<16}{bound:>8}  {row.verdict}{note}"
+
+
+def _progress(text: str) -> None:
+    """Replace the last line on a terminal; nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, record: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(record, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
