@@ -220,13 +220,13 @@ def random_tree(size, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [[5, 1, 0, 9], [64, 3], [65, 33], [130, 70]], ids=str)
+@pytest.mark.parametrize("sizes", [[5, 1, 0, 9], [64, 3], [130, 65]], ids=str)
 def test_tree_masks_match_float64(backend, device, loads, sizes, dtype):
     """Trees of any storage order, up to 130 nodes in three words, over prefixes that end anywhere in a tile."""
     trees = [random_tree(size, seed) for seed, size in enumerate(sizes)]
     lengths = [size + prefix for size, prefix in zip(sizes, (0, 31, 7, 50), strict=False)]
     mask = tree_mask(trees, device)
-    case = attention_case(sizes, lengths, heads=(2, 1), dtype=dtype, page=16, device=device, tree_mask=mask)
+    case = attention_case(sizes, lengths, heads=(2, 1), dim=8, dtype=dtype, page=16, device=device, tree_mask=mask)
     check(case, backend, loads)
 
 
@@ -260,13 +260,13 @@ def test_rows_that_see_no_key_are_empty(backend, device, loads):
     check(attention_case([2, 1], [0, 0], device=device), backend, loads, prefix="none_")
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("rule", ["full", "causal window", "tree"])
 def test_number_of_splits_does_not_matter(backend, device, loads, num_splits, rule):
     """K17: also more splits than tiles and more than keys; empty splits leave nothing behind."""
-    case = attention_case(ROWS, [5, 137, 9, 70, 2], dtype=torch.bfloat16, device=device)
+    case = attention_case([3, 0, 6], [5, 9, 137], heads=(2, 1), dtype=torch.bfloat16, device=device)
     if rule == "tree":
-        case = case.with_options(tree_mask=tree_mask([random_tree(n, n) for n in ROWS], device))
+        case = case.with_options(tree_mask=tree_mask([random_tree(n, n) for n in (3, 0, 6)], device))
     else:
         case = case.with_options(**RULES[rule])
     check(case, backend, loads, num_splits=num_splits)

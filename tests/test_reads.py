@@ -122,9 +122,7 @@ def test_fully_masked_load_is_attempted_only():
 
 
 @pytest.mark.parametrize(("kernel", "kind"), [(copy_shifted, "load"), (copy_to_shifted, "store")])
-@pytest.mark.parametrize(
-    ("shift", "place"), [(1, "0 bytes past the end of"), (-3, "12 bytes before the start of")]
-)
+@pytest.mark.parametrize(("shift", "place"), [(1, "0 bytes past the end of"), (-3, "12 bytes before the start of")])
 def test_access_outside_every_tensor_is_stopped(kernel, kind, shift, place):
     memory = torch.full((4, 24), 5.0)
     x, out = memory[1, 8:16], memory[3, 8:16]

@@ -1,0 +1,168 @@
+"""The interpreter switch, the choice of a backend, and imports in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cascade_lab import runtime
+from tests.cases import attention_case, int32, run
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+ATTEMPT = """
+import torch
+from cascade_lab import merge_state, runtime
+print("mode", runtime.triton_mode(), runtime.device(), runtime.device_reason())
+o, lse = torch.ones(3, 2, 8), torch.zeros(3, 2)
+for backend in ("triton", "torch", "auto"):
+    try:
+        state = merge_state(o, lse, 3 * o, lse, backend=backend)
+    except RuntimeError as error:
+        print(backend, "RuntimeError:", str(error).replace(chr(10), " "))
+    else:
+        print(backend, state.o.unique().tolist(), round(state.lse.max().item(), 4), round(state.lse.min().item(), 4))
+"""
+RIGHT = "[2.0] 0.6931 0.6931"
+
+
+def child(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python code in a process that has no GPU and no TRITON_INTERPRET unless it is given."""
+    inherited = {name: value for name, value in os.environ.items() if name != runtime.SWITCH}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = inherited | NO_GPU | {"PYTHONPATH": os.pathsep.join(paths)} | environment
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+def output_of(code: str, **environment: str) -> str:
+    done = child(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def attempt(first: str = "", **environment: str) -> dict[str, str]:
+    """The mode and what each backend answered in a fresh process that ran `first` before the package came in."""
+    lines = output_of(first + ATTEMPT, **environment).splitlines()
+    return dict(line.split(" ", 1) for line in lines)
+
+
+needs_triton = pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Triton is not installed")
+
+
+def test_import_brings_in_torch_and_numpy_only():
+    """K43: importing needs no GPU, and Triton, plotting and notebooks are not imported before they are used."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import cascade_lab
+added = {name.split(".")[0] for name in set(sys.modules) - before}
+heavy = {"triton", "matplotlib", "papermill", "nbformat", "nbclient", "nbconvert", "IPython", "pandas", "pytest"}
+print(sorted(added & heavy))
+print("cascade_lab.evidence" in sys.modules, torch.cuda.is_initialized())
+"""
+    assert output_of(code).split("\n")[:2] == ["[]", "False False"]
+
+
+@needs_triton
+def test_a_machine_without_gpu_interprets():
+    """K42, K46: the switch is set before Triton comes in, beside a caller who keeps arrays under any name."""
+    answers = attempt("import numpy as np\nn = np.arange(3); tl = np.ones(4); D = np.zeros(2)\n")
+    assert answers == {"mode": "interpreted cpu no GPU found", "triton": RIGHT, "torch": RIGHT, "auto": RIGHT}
+
+
+@needs_triton
+def test_compiled_kernels_on_cpu_tensors_are_refused_with_a_way_out():
+    """K43: no GPU, switch off by the user: the import works, kernels are refused clearly, torch serves."""
+    answers = attempt(TRITON_INTERPRET="0")
+    assert answers["mode"].startswith("compiled cpu")
+    assert answers["triton"].startswith("RuntimeError: ")
+    assert "TRITON_INTERPRET=1" in answers["triton"]
+    assert (answers["torch"], answers["auto"]) == (RIGHT, RIGHT)
+
+
+@needs_triton
+@pytest.mark.parametrize("setting", [None, "0", "1"])
+def test_triton_imported_first_is_right_or_refused(setting):
+    """K42: the right answer, or a RuntimeError that names TRITON_INTERPRET; never a wrong number or a crash inside."""
+    answers = attempt("import triton\n", **({} if setting is None else {"TRITON_INTERPRET": setting}))
+    if setting == "1":
+        assert answers["triton"] == RIGHT
+    elif answers["triton"] != RIGHT:
+        assert answers["triton"].startswith("RuntimeError: ")
+        assert "TRITON_INTERPRET" in answers["triton"]
+    assert (answers["torch"], answers["auto"]) == (RIGHT, RIGHT)
+
+
+@needs_triton
+def test_switch_set_after_the_import_is_noticed():
+    """K42: a notebook that sets the variable in cell 2, after an import of Triton in cell 1."""
+    answers = attempt("import triton, os\nos.environ['TRITON_INTERPRET'] = '1'\n", TRITON_INTERPRET="0")
+    assert answers["triton"] == RIGHT or "TRITON_INTERPRET" in answers["triton"]
+    assert (answers["torch"], answers["auto"]) == (RIGHT, RIGHT)
+
+
+HIDDEN = {
+    "blocked": "import sys\nsys.modules['triton'] = None\n",
+    "not found": """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name=name)
+sys.meta_path.insert(0, Hide())
+""",
+}
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+def test_works_without_triton(way):
+    """The torch backend serves, and asking for Triton says what is missing and what works."""
+    answers = attempt(HIDDEN[way])
+    assert answers["mode"].startswith("absent cpu")
+    assert answers["triton"].startswith("RuntimeError: backend='triton' needs the triton package")
+    assert "backend='torch'" in answers["triton"]
+    assert (answers["torch"], answers["auto"]) == (RIGHT, RIGHT)
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"backend.*auto.*triton.*torch.*'cuda'"):
+        runtime.pick_backend("cuda", torch.zeros(1))
+
+
+def test_auto_is_torch_for_cpu_tensors():
+    assert runtime.pick_backend("auto", torch.zeros(1)) == "torch"
+    assert runtime.pick_backend("torch", torch.zeros(1)) == "torch"
+
+
+def test_unchecked_holds_inside_and_ends_outside():
+    """Value checks are off inside, also when nested; shape and dtype checks stay on; an error ends it too."""
+    case = attention_case([1, 2], [3, 7])
+    assert runtime.checks_enabled()
+    with runtime.unchecked():
+        assert not runtime.checks_enabled()
+        with runtime.unchecked():
+            assert not runtime.checks_enabled()
+        assert not runtime.checks_enabled()
+        run(case, "torch", max_seqlen_q=2)
+        with pytest.raises(TypeError, match="cache_seqlens"):
+            run(replace(case, cache_seqlens=case.cache_seqlens.long()), "torch")
+    assert runtime.checks_enabled()
+    with pytest.raises(ZeroDivisionError), runtime.unchecked():
+        raise ZeroDivisionError
+    assert runtime.checks_enabled()
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        run(replace(case, cache_seqlens=int32([3, -7])), "torch")
+
+
+def test_provenance_is_plain_text():
+    record = runtime.provenance()
+    assert {"python", "torch", "triton", "numpy", "system", "device", "triton mode"} <= set(record)
+    assert all(type(value) is str and value for value in record.values())
+    assert record["torch"] == torch.__version__.split("+")[0] or record["torch"] == torch.__version__
+    assert not any(str(ROOT) in value for value in record.values())
