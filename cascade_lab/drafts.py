@@ -261,6 +261,9 @@ class VerifyBatch:
                 raise ValueError(f"prefix_lens: expected numbers >= 0, given {length} for request {r}")
             if tree is not None and not isinstance(tree, DraftTree):
                 raise TypeError(f"trees: expected DraftTree or None, given {type(tree).__name__} for request {r}")
+        for name, n in (("page_size", page_size), ("shared_prefix_len", shared_prefix_len), ("num_pages", num_pages)):
+            if isinstance(n, bool) or not (hasattr(n, "__index__") or (n is None and name == "num_pages")):
+                raise TypeError(f"{name}: expected an integer, given {n!r}")
         self.trees = tuple(trees)
         self.page_size = page_size
         self.rows = rows
