@@ -116,6 +116,7 @@ def test_a_good_run_publishes_page_notebook_and_claims(tmp_path, monkeypatch, ca
 
 FAILURES = {
     "exception": ("1 / 0", "ZeroDivisionError: division by zero"),
+    "bare assertion": ("assert False", "AssertionError \\(output kept"),
     "claim": (CLAIM + "claim('9.1', 'sum', measured=3, expected=4)", r"AssertionError: claim 9\.1 fails: sum: .*3.*4"),
     "swallowed claim": (
         CLAIM + "try:\n    claim('9.1', 'sum', measured=3, expected=4)\nexcept AssertionError:\n    pass",
@@ -255,11 +256,22 @@ def test_a_failing_refresh_changes_nothing(folder, tmp_path, capsys):
         (code("!false"), "%%bash"),
         (code("files = !ls"), "%%bash"),
         (code("if True:\n    !false"), "%%bash"),
+        (code("%sx false"), "%%bash"),
+        (code("%system false"), "%%bash"),
+        (code("%%bash --bg\nfalse"), "%%bash"),
+        (code("%%bash --no-raise-error\nfalse"), "%%bash"),
+        (code("exit"), "leave the kernel"),
+        (code("if True:\n    quit()"), "leave the kernel"),
     ],
 )
 def test_cells_whose_failure_would_be_hidden_are_refused(cell, cause, folder):
     with pytest.raises(NotebookError, match=rf"^cell 3: .*{cause}"):
         check_runnable(load(write(folder, "01_hidden", cell)))
+
+
+def test_ordinary_cells_are_not_refused(folder):
+    cells = ["%%bash\nexit 0", "text = '''\nexit status\n'''", "exit = 1", "%matplotlib inline", "x = 3 != 4", "?print"]
+    check_runnable(load(write(folder, "01_plain", *cells)))
 
 
 @pytest.mark.parametrize(

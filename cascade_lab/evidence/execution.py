@@ -7,6 +7,7 @@ every claim stands.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import os
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 # A cell with one of these tags would be passed over, or its error taken for a success.
 REFUSED_TAGS = ("nbval-skip", "nbval-raises-exception", "raises-exception", "skip-execution")
 _REFUSED_MARKERS = re.compile(r"#\s*(NBVAL_SKIP|NBVAL_RAISES_EXCEPTION)\b", re.IGNORECASE)
+# How IPython spells shell commands whose exit status it drops.
+_UNNOTICED = re.compile(
+    r"get_ipython\(\)\.(system\(|getoutput\(|run_line_magic\('(sx|sc|system)'"
+    r"|run_cell_magic\('\w+', '[^']*--(no-raise-error|bg)\b)"
+)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -87,8 +93,22 @@ def check_runnable(notebook: NotebookNode) -> None:
                 raise NotebookError(f"tag {tag!r} would hide a failure of this cell", number)
         if marker := _REFUSED_MARKERS.search(cell.source):
             raise NotebookError(f"comment {marker[0]!r} would hide a failure of this cell", number)
-        if re.search(r"get_ipython\(\)\.(system|getoutput)\(", TransformerManager().transform_cell(cell.source)):
-            raise NotebookError("a failing `!command` is not noticed; use a %%bash cell", number)
+        plain = TransformerManager().transform_cell(cell.source)
+        if _UNNOTICED.search(plain):
+            raise NotebookError("a failing shell command is not noticed here; use a plain %%bash cell", number)
+        if _leaves(plain):
+            raise NotebookError("exit and quit leave the kernel before the notebook ends", number)
+
+
+def _leaves(source: str) -> bool:
+    # IPython's own exit and quit raise nothing: the kernel answers "ok" and stops later.
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return False
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    called = [node.func if isinstance(node, ast.Call) else node for node in statements]
+    return any(isinstance(node, ast.Name) and node.id in ("exit", "quit") for node in called)
 
 
 def execute(
@@ -268,7 +288,7 @@ def _went_wrong(cell: NotebookNode) -> bool:
 def _cause(cell: NotebookNode, error: Exception | None) -> str:
     for output in cell.outputs:
         if output.output_type == "error":
-            return f"{output.ename}: {_first_line(output.evalue)}".rstrip(": ")
+            return f"{output.ename}: {_first_line(output.evalue)}" if output.evalue.strip() else output.ename
     printed = "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stderr")
     lines = [line.strip() for line in _ANSI.sub("", printed).splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"(SystemExit|UsageError)\b", line)]
