@@ -40,7 +40,7 @@ def interactions(n: int, hit: int = 0) -> int:
     check_length("hit", hit)
     if hit > n:
         raise ValueError(f"hit: expected at most n = {n}, given {hit}")
-    return triangle(n) - triangle(hit)
+    return triangle(int(n)) - triangle(int(hit))
 
 
 def remaining(n: int, hit: int) -> Fraction:
@@ -50,7 +50,7 @@ def remaining(n: int, hit: int) -> Fraction:
         ValueError: n < 1, or a hit that is not an integer from 0 to n.
     """
     check_hit(n, hit)
-    return 1 - Fraction(hit * (hit + 1), n * (n + 1))
+    return 1 - Fraction(triangle(int(hit)), triangle(int(n)))
 
 
 def remaining_limit(h: float) -> float:
@@ -99,6 +99,62 @@ def remaining_scattered(n: int, intervals: Sequence[tuple[int, int]]) -> Fractio
             saved += triangle(stop) - triangle(start)
             reach = stop
     return 1 - Fraction(saved, triangle(n))
+
+
+def executed_tiles(n: int, hit: int, block_m: int, block_n: int, group: int = 1, *, window: int | None = None) -> int:
+    """Tiles of block_m x block_n that a kernel computes per KV head for the suffix rows, skipping what no row sees.
+
+    Row tile i holds the packed rows (row x head of the group) i block_m to (i + 1) block_m - 1, of (n - hit) group. Its
+    last row sees the first hit + ceil((i + 1) block_m / group) keys, so it needs the first
+    ceil((hit group + (i + 1) block_m) / (group block_n)) key tiles, and the last row tile ceil(n / block_n). A window
+    drops the tiles in front of the first key that the tile's first row sees.
+
+    Args:
+        n, hit: prompt tokens and hit.
+        block_m: packed rows per tile.
+        block_n: keys per tile.
+        group: query heads per KV head.
+        window: keys that a row sees, itself included; None for all earlier keys.
+
+    Returns:
+        The exact count, in a number of steps that grows with log(n).
+
+    Raises:
+        ValueError: a hit that is not an integer from 0 to n, or another number that is no integer >= 1.
+    """
+    check_hit(n, hit)
+    for name, value in (("block_m", block_m), ("block_n", block_n), ("group", group)):
+        check_length(name, value, 1)
+    n, hit = int(n), int(hit)
+    tiles, unit = -(-(n - hit) * group // block_m), group * block_n
+    if tiles == 0:
+        return 0
+    behind = _floor_sum(tiles - 1, block_m, hit * group + block_m + unit - 1, unit) + -(-n // block_n)
+    if window is None:
+        return behind
+    check_length("window", window, 1)
+    # tiles in front: floor((first row + hit + 1 - window) / block_n), counted from where that is not negative
+    start = (hit + 1 - window) * group
+    skipped = max(0, -(start // block_m)) if start < 0 else 0
+    return behind - _floor_sum(max(0, tiles - skipped), block_m, start + skipped * block_m, unit)
+
+
+def tile_remaining(
+    n: int, hit: int, block_m: int, block_n: int, group: int = 1, *, window: int | None = None
+) -> Fraction:
+    """Fraction of the executed tiles left: what a kernel that skips tiles can save, where `remaining` counts pairs.
+
+    Whole square tiles, B = block_n = block_m / group, n = c B, hit = a B, make it 1 - a (a + 1) / (c (c + 1)). Against
+    1 - h^2 that is a relative deviation of -h B / ((1 + h) (n + B)), beyond 5% only for n < B (20 h / (1 + h) - 1):
+    below 9 B whatever h. A suffix that does not fill its row tiles costs more: near h = 1 the executed pairs exceed the
+    visible ones by ceil(M G / block_m) block_m / (M G), M = n - hit rows, G the group.
+
+    Args, Raises: as `executed_tiles`.
+    """
+    return Fraction(
+        executed_tiles(n, hit, block_m, block_n, group, window=window),
+        executed_tiles(n, 0, block_m, block_n, group, window=window),
+    )
 
 
 def effective_hit(cached_tokens: int, n: int, page_size: int = 1, *, rule: str = "whole pages") -> int:
@@ -423,6 +479,18 @@ def _presence(case: Case, hit: int) -> Finding:
     load = hit * case.kv_bytes_per_token
     detail = f"{hit} cached tokens have to be loaded, a term of its own: {load} bytes"
     return Finding("cache present", False, detail, float(load), "bytes")
+
+
+def _floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
+    """Sum of floor((slope i + offset) / divisor) over i = 0..count - 1, all >= 0, by Euclid's steps."""
+    total = 0
+    while count > 0:
+        total += slope // divisor * triangle(count - 1) + offset // divisor * count
+        slope, offset = slope % divisor, offset % divisor
+        # the points left lie under the line's other reading, x over y
+        count, offset = divmod(slope * count + offset, divisor)
+        slope, divisor = divisor, slope
+    return total
 
 
 def _check_ratio(name: str, h: float) -> None:

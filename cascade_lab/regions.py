@@ -10,6 +10,8 @@ Every method takes Python integers of any size, or NumPy int64 arrays element by
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -19,15 +21,23 @@ Count = int | np.ndarray
 
 
 class Region:
-    """A rule v(t) with its sum F(n); subclasses give both in closed form."""
+    """A rule v(t) with its sum F(n); subclasses give both in closed form as `_visible` and `_total`."""
 
     def visible(self, t: Count) -> Count:
-        """v(t): keys that row t >= 1 sees, itself included."""
-        raise NotImplementedError
+        """v(t): keys that row t >= 1 sees, itself included.
+
+        Raises:
+            ValueError: t below 1, or not an integer.
+        """
+        return self._visible(_counts("t", t, 1, self._visible))
 
     def total(self, n: Count) -> Count:
-        """F(n) = v(1) + ... + v(n) for n >= 0."""
-        raise NotImplementedError
+        """F(n) = v(1) + ... + v(n) for n >= 0; an array whose sums pass 64 bits comes back as Python integers.
+
+        Raises:
+            ValueError: n below 0, or not an integer.
+        """
+        return self._total(_counts("n", n, 0, self._total))
 
     def remaining(self, n: Count, hit: Count) -> Fraction | np.ndarray:
         """1 - F(hit) / F(n): an exact Fraction for integers, float64 for arrays.
@@ -36,16 +46,17 @@ class Region:
             ValueError: n < 1, a hit that is not an integer from 0 to n, or a prompt whose rows see no key at all.
         """
         check_hit(n, hit)
-        arrays = isinstance(n, np.ndarray) or isinstance(hit, np.ndarray)
-        whole = self.total(np.asarray(n) if arrays else n)
-        if np.any(whole == 0):
+        whole, saved = self.total(n), self.total(hit)
+        if np.any(np.asarray(whole) == 0):
             raise ValueError(f"n: expected a prompt long enough for its rows to see a key, given {n}")
-        if arrays:
-            return (whole - self.total(np.asarray(hit))) / whole
-        return Fraction(whole - self.total(hit), whole)
+        if isinstance(n, np.ndarray) or isinstance(hit, np.ndarray):
+            return np.asarray((whole - saved) / whole, dtype=np.float64)
+        return Fraction(whole - saved, whole)
 
     def exponent(self, n: int, hit: int) -> float:
         """The p of remaining = 1 - h^p: 2 for dense causal in the limit, 1 for a saturated window.
+
+        It is inf where the hit rows see no key, so that nothing is saved.
 
         Raises:
             ValueError: as `remaining`, and for a hit of 0 or n, where every p fits.
@@ -53,7 +64,13 @@ class Region:
         left = self.remaining(n, hit)
         if not 0 < hit < n:
             raise ValueError(f"hit: expected a number strictly between 0 and {n}, given {hit}")
-        return math.log(1 - left) / math.log(Fraction(hit, n))
+        return math.log(1 - left) / math.log(Fraction(hit, n)) if left < 1 else math.inf
+
+    def _visible(self, t: Count) -> Count:
+        raise NotImplementedError
+
+    def _total(self, n: Count) -> Count:
+        raise NotImplementedError
 
 
 def triangle(n: Count) -> Count:
@@ -85,6 +102,16 @@ def check_hit(n: Count, hit: Count) -> None:
         raise ValueError(f"hit: expected at most n = {given[1].flat[first]}, given {given[0].flat[first]}")
 
 
+def _counts(name: str, n: Count, low: int, rule: Callable[[Count], Count]) -> Count:
+    """`n` checked: a Python integer, or an int64 array, or an array of Python integers where `rule` would overflow."""
+    check_length(name, n, low)
+    if not isinstance(n, np.ndarray):
+        return operator.index(n)
+    # rules never fall in n, and their intermediate values stay within four times their result
+    wide = n.size > 0 and 4 * rule(int(n.max())) >= 2**63
+    return n.astype(object) if wide else n.astype(np.int64)
+
+
 def _least(a: Count, b: Count) -> Count:
     return np.minimum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else min(a, b)
 
@@ -105,10 +132,10 @@ def _floored(n: Count, m: int) -> Count:
 class Dense(Region):
     """Dense causal attention, MHA, GQA, MQA and MLA alike: v(t) = t."""
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return t
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         return triangle(n)
 
 
@@ -121,10 +148,10 @@ class SlidingWindow(Region):
     def __post_init__(self):
         check_length("w", self.w, 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return _least(t, self.w)
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         return _capped(n, self.w)
 
 
@@ -139,10 +166,10 @@ class SinkWindow(Region):
         check_length("s", self.s)
         check_length("w", self.w, 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return _least(t, self.s + self.w)
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         return _capped(n, self.s + self.w)
 
 
@@ -155,10 +182,10 @@ class Chunked(Region):
     def __post_init__(self):
         check_length("c", self.c, 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return (t - 1) % self.c + 1
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         return n // self.c * triangle(self.c) + triangle(n % self.c)
 
 
@@ -171,10 +198,10 @@ class TopK(Region):
     def __post_init__(self):
         check_length("k", self.k, 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return _least(t, self.k)
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         return _capped(n, self.k)
 
 
@@ -192,11 +219,11 @@ class TopKBlocks(Region):
         check_length("block", self.block, 1)
         check_length("k", self.k, 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         b = (t - 1) // self.block
         return (_least(b + 1, self.k) - 1) * self.block + (t - 1) % self.block + 1
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         q, r = n // self.block, n % self.block
         # whole blocks: the earlier blocks each row sees, then its own
         earlier = _capped(q, self.k) - q
@@ -213,10 +240,10 @@ class Compressed(Region):
     def __post_init__(self):
         check_length("m", self.m, 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return t // self.m
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         return _floored(n, self.m)
 
 
@@ -235,10 +262,10 @@ class CSA(Region):
         for name in ("m", "k", "window"):
             check_length(name, getattr(self, name), 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return _least(t // self.m, self.k) + _least(t, self.window)
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         # floor(t / m) reaches k at t = k m
         head = _least(n, self.k * self.m - 1)
         return _floored(head, self.m) + (n - head) * self.k + _capped(n, self.window)
@@ -258,10 +285,10 @@ class HCA(Region):
         check_length("m", self.m, 1)
         check_length("window", self.window, 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         return t // self.m + _least(t, self.window)
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         return _floored(n, self.m) + _capped(n, self.window)
 
 
@@ -283,18 +310,18 @@ class NSA(Region):
         for name in ("length", "stride", "block", "k", "window"):
             check_length(name, getattr(self, name), 1)
 
-    def visible(self, t: Count) -> Count:
+    def _visible(self, t: Count) -> Count:
         # floor((t - length) / stride) + 1, which is 0 or less before the first block is whole
         whole = (t - self.length) // self.stride + 1
         entries = -_least(-whole, 0)
-        return entries + TopKBlocks(self.block, self.k).visible(t) + _least(t, self.window)
+        return entries + TopKBlocks(self.block, self.k)._visible(t) + _least(t, self.window)
 
-    def total(self, n: Count) -> Count:
+    def _total(self, n: Count) -> Count:
         behind = -_least(self.length - n, 0)
         # sum over u = 0..behind of floor(u / stride) + 1, nothing before t = length
         entries = _floored(behind, self.stride) + behind + 1
         entries = np.where(n >= self.length, entries, 0) if isinstance(n, np.ndarray) else entries * (n >= self.length)
-        return entries + TopKBlocks(self.block, self.k).total(n) + _capped(n, self.window)
+        return entries + TopKBlocks(self.block, self.k)._total(n) + _capped(n, self.window)
 
 
 @dataclass(frozen=True)
@@ -312,11 +339,11 @@ class Mixture(Region):
         for weight, _ in self.parts:
             check_length("weight", weight, 1)
 
-    def visible(self, t: Count) -> Count:
-        return sum(weight * region.visible(t) for weight, region in self.parts)
+    def _visible(self, t: Count) -> Count:
+        return sum(weight * region._visible(t) for weight, region in self.parts)
 
-    def total(self, n: Count) -> Count:
-        return sum(weight * region.total(n) for weight, region in self.parts)
+    def _total(self, n: Count) -> Count:
+        return sum(weight * region._total(n) for weight, region in self.parts)
 
 
 def deepseek_sparse(*, core_flops: int, indexer_flops: int, k: int = 2048) -> Mixture:
