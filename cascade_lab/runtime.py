@@ -12,7 +12,6 @@ import contextvars
 import importlib.util
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -41,9 +40,17 @@ def device_reason() -> str:
 
 def triton_mode() -> str:
     """How Triton kernels run in this process: "compiled", "interpreted", or "absent" when Triton is not installed."""
-    if sys.modules.get("triton", ...) is None or importlib.util.find_spec("triton") is None:
+    if not _is_installed("triton"):
         return "absent"
     return "interpreted" if os.environ.get(SWITCH, "0").lower() in ("1", "true", "on", "yes", "y") else "compiled"
+
+
+def _is_installed(package: str) -> bool:
+    """Whether `package` could be imported, found out without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # hidden by an import hook, or set to None in sys.modules
+        return False
 
 
 def require_triton() -> None:
