@@ -398,13 +398,39 @@ def peak_bytes(run) -> int:
     return peak
 
 
+@pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("page_size", [16, 8192], ids=["paged", "dense"])
-def test_peak_memory_does_not_grow_with_the_length(page_size, monkeypatch):
+def test_peak_memory_does_not_grow_with_the_length(page_size, derivative, monkeypatch):
     monkeypatch.setattr(torch_backend, "BLOCK_SCORES", 1 << 14)
     monkeypatch.setattr(torch_backend, "BLOCK_TOKENS", 1 << 14)
     peaks = []
     for length in (1024, 8192):
         case = make_case([64, 3], [length, 100], page_size=page_size, window_size=(-1, 0))
-        peaks.append(peak_bytes(case.run))
+        q = case.q.requires_grad_(derivative)
+
+        def run(case=case, q=q):
+            o, lse = case.run()
+            return torch.autograd.grad(o.sum() + lse.sum(), q) if derivative else o
+
+        peaks.append(peak_bytes(run))
     assert peaks[0] > 2**14 * 4
     assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_widely_spread_scores_keep_their_accuracy():
+    case = make_case([30, 5], [200, 70], window_size=(-1, 0), softmax_scale=30.0)
+    o, lse = case.run()
+    exact = case.oracle()
+    size = float(exact[1].abs().max())
+    assert size > 300
+    assert state_error((o, lse), exact).lse < 8 * size * torch.finfo(torch.float32).eps
+    assert state_error((o, lse), exact).o < 64 * size * torch.finfo(torch.float32).eps
+
+
+def test_inference_mode_gives_the_same_state():
+    case = make_case([5, 3], [40, 9], window_size=(-1, 0))
+    expected = case.run()
+    with torch.inference_mode():
+        o, lse = case.run()
+    assert torch.equal(o, expected[0])
+    assert torch.equal(lse, expected[1])

@@ -31,7 +31,7 @@ LOG2E = 1 / math.log(2)
 # Elements, not bytes. Rows and scores of a block are sized for the L2 caches of a CPU; the token limit bounds the
 # copies of K and V that paging or half precision force.
 BLOCK_ROWS = 128
-BLOCK_SCORES = 1 << 20
+BLOCK_SCORES = 1 << 19
 BLOCK_TOKENS = 1 << 20
 MIN_BLOCK_KEYS = 64
 
@@ -302,7 +302,7 @@ class _Request:
     row: int
     rows: int
     keys: int
-    pages: Tensor  # int64 on the host, just the pages that hold the keys
+    pages: Tensor  # int32 on the host, just the pages that hold the keys
     left: int
     right: int
     tree: Tensor | None  # int64 [rows, words]
@@ -343,7 +343,7 @@ class _Request:
     def slots(self, a: int, b: int, page_size: int) -> slice | Tensor:
         """Flat token slots (page * page_size + offset) of keys [a, b): a slice when they are consecutive."""
         first = a // page_size
-        pages = self.pages[first : (b - 1) // page_size + 1]
+        pages = self.pages[first : (b - 1) // page_size + 1].long()
         if len(pages) == 1 or bool((pages.diff() == 1).all()):
             start = int(pages[0]) * page_size + a - first * page_size
             return slice(start, start + b - a)
@@ -499,7 +499,7 @@ def _plan(
             row=bounds[r],
             rows=rows[r],
             keys=lengths[r],
-            pages=table[r, : -(-lengths[r] // page_size)].long(),
+            pages=table[r, : -(-lengths[r] // page_size)],
             left=left,
             right=right,
             tree=None if tree_mask is None else tree_mask[bounds[r] : bounds[r + 1]],

@@ -133,7 +133,7 @@ def report(
 ) -> int:
     """Print each row as it comes, write all rows so far to `output` after each section, and return the exit status."""
     rows: list[Row] = []
-    print(f"{'what':<64}{'measured':>12}  {'quartiles':<16}{'bound':>8}  verdict")
+    print(f"{'what':<84}{'measured':>12}  {'quartiles':<16}{'bound':>8}  verdict")
     for name, measure in sections:
         _progress(f"measuring {name} ...")
         for row in measure():
@@ -202,7 +202,11 @@ def memory(lengths: tuple[int, ...]) -> Iterator[Row]:
         for length in lengths:
             work = Work(32, length, page_size=page_size)
             extra.append(
-                float(_child(f"from cascade_lab.evidence import bench; bench.print_extra_memory({work!r})"))
+                float(
+                    _child(
+                        f"from cascade_lab.evidence import bench; bench.print_extra_memory(bench.{work!r})"
+                    )
+                )
             )
             yield Row("memory", f"peak extra memory, {work}", extra[-1], "MB", note="ru_maxrss")
         layout = "dense" if page_size is None else f"page {page_size}"
@@ -336,7 +340,7 @@ def _line(row: Row) -> str:
     quartiles = "" if row.low is None else f"{row.low:.2f} to {row.high:.2f}"
     bound = "" if row.bound is None else f"{row.bound:g} {row.unit}"
     note = f"  ({row.note})" if row.note else ""
-    return f"{row.name:<64}{value:>12}  {quartiles:<16}{bound:>8}  {row.verdict}{note}"
+    return f"{row.name:<84}{value:>12}  {quartiles:<16}{bound:>8}  {row.verdict}{note}"
 
 
 def _progress(text: str) -> None:
