@@ -40,9 +40,7 @@ def test_one_missed_bound_makes_the_exit_status_1_and_is_written(tmp_path, capsy
             ("first", lambda: iter([Row("first", "fast", 1.0, "x", 1.5)])),
             (
                 "second",
-                lambda: iter(
-                    [Row("second", "slow", slow, "x", 1.5), Row("second", "unknown", None, "x", 1.5)]
-                ),
+                lambda: iter([Row("second", "slow", slow, "x", 1.5), Row("second", "unknown", None, "x", 1.5)]),
             ),
         )
 

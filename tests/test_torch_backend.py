@@ -160,9 +160,7 @@ def test_bottom_right_causal_with_more_rows_than_keys_leaves_the_first_rows_empt
 @pytest.mark.parametrize("scale", [0.25, -0.3, 0.0])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_error_stays_within_twice_that_of_a_plain_run_in_the_same_dtype(dtype, scale, softcap):
-    case = make_case(
-        [40, 7], [300, 90], window_size=(-1, 0), dtype=dtype, softmax_scale=scale, softcap=softcap
-    )
+    case = make_case([40, 7], [300, 90], window_size=(-1, 0), dtype=dtype, softmax_scale=scale, softcap=softcap)
     exact = case.oracle()
     assert_state_close(case.run(), exact, plain=case.oracle(dtype))
     # All arithmetic is in float32, so only the rounding of o distinguishes the input dtypes.

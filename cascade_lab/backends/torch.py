@@ -120,9 +120,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "attention on the torch backend is once_differentiable: its gradient has no gradient"
-        )
+        raise RuntimeError("attention on the torch backend is once_differentiable: its gradient has no gradient")
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, int]:
@@ -508,9 +506,7 @@ def _plan(
         for r in range(len(lengths))
         if rows[r] > 0
     ]
-    block_shapes = [
-        _block_shape(request, group, num_kv_heads, max(head_dim, value_dim)) for request in requests
-    ]
+    block_shapes = [_block_shape(request, group, num_kv_heads, max(head_dim, value_dim)) for request in requests]
     max_tokens = max((keys for _, keys in block_shapes), default=0)
     capped = softcap > 0
     return _Plan(

@@ -94,12 +94,8 @@ MEMORY_LENGTHS = (8192, 32768, 131072)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `cascade-lab bench`."""
-    parser.add_argument(
-        "--cpu", action="store_true", help="measure the import, the torch backend and notebook 01"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds and shorter caches; bounds stay as they are"
-    )
+    parser.add_argument("--cpu", action="store_true", help="measure the import, the torch backend and notebook 01")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and shorter caches; bounds stay as they are")
     parser.add_argument(
         "--output",
         type=Path,
@@ -113,9 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from cascade_lab import runtime
 
     if not args.cpu:
-        print(
-            f"bench: kernels are measured on a GPU, and {runtime.device_reason()}; measure the CPU with: bench --cpu"
-        )
+        print(f"bench: kernels are measured on a GPU, and {runtime.device_reason()}; measure the CPU with: bench --cpu")
         return 1
     output = args.output or DEFAULT_OUTPUT
     sections = (
@@ -145,9 +139,7 @@ def report(
         _write(output, record | {"rows": [asdict(row) | {"verdict": row.verdict} for row in rows]})
     missed = [row for row in rows if row.verdict == FAILS]
     unknown = [row for row in rows if row.verdict == NOT_MEASURED]
-    print(
-        f"{len(missed)} bounds missed, {len(unknown)} rows not measured here; written to {output.as_posix()}"
-    )
+    print(f"{len(missed)} bounds missed, {len(unknown)} rows not measured here; written to {output.as_posix()}")
     return 1 if missed else 0
 
 
@@ -202,11 +194,7 @@ def memory(lengths: tuple[int, ...]) -> Iterator[Row]:
         for length in lengths:
             work = Work(32, length, page_size=page_size)
             extra.append(
-                float(
-                    _child(
-                        f"from cascade_lab.evidence import bench; bench.print_extra_memory(bench.{work!r})"
-                    )
-                )
+                float(_child(f"from cascade_lab.evidence import bench; bench.print_extra_memory(bench.{work!r})"))
             )
             yield Row("memory", f"peak extra memory, {work}", extra[-1], "MB", note="ru_maxrss")
         layout = "dense" if page_size is None else f"page {page_size}"
@@ -233,16 +221,12 @@ def print_extra_memory(work: Work) -> None:
 def notebook_time() -> Iterator[Row]:
     """Seconds that `cascade-lab run 01_lse_splitting` takes, process start to end."""
     name = "cascade-lab run 01_lse_splitting"
-    missing = [
-        tool for tool in ("papermill", "nbconvert", "ipykernel") if importlib.util.find_spec(tool) is None
-    ]
+    missing = [tool for tool in ("papermill", "nbconvert", "ipykernel") if importlib.util.find_spec(tool) is None]
     if missing:
         yield Row("notebook", name, None, "s", NOTEBOOK_BOUND_S, note=f"needs {', '.join(missing)}")
         return
     if not Path("notebooks/01_lse_splitting.ipynb").is_file():
-        yield Row(
-            "notebook", name, None, "s", NOTEBOOK_BOUND_S, note="no notebooks/01_lse_splitting.ipynb here"
-        )
+        yield Row("notebook", name, None, "s", NOTEBOOK_BOUND_S, note="no notebooks/01_lse_splitting.ipynb here")
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "cascade_lab", "run", "01_lse_splitting", "--output", folder]
@@ -278,9 +262,7 @@ def _calls(work: Work) -> tuple[Callable[[], object], Callable[[], object]]:
     cu_seqlens_q = torch.tensor([0, work.rows], dtype=torch.int32)
 
     def ours() -> object:
-        return attention(
-            q, k, v, table, lengths, cu_seqlens_q=cu_seqlens_q, causal=work.causal, backend="torch"
-        )
+        return attention(q, k, v, table, lengths, cu_seqlens_q=cu_seqlens_q, causal=work.causal, backend="torch")
 
     dense: list[torch.Tensor] = []
 
