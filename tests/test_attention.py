@@ -500,6 +500,29 @@ def test_a_key_tile_is_loaded_once_per_row_tile(backend, device, loads):
 
 
 @pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="the recorder watches Triton's interpreter")
+@pytest.mark.parametrize("rule", RULES)
+def test_row_tiles_skip_keys_that_none_of_their_rows_sees(rule):
+    """Each row tile loads the span from the first to the last key that one of its rows sees, and nothing else."""
+    from cascade_lab.backends.triton.config import tile_for
+    from cascade_lab.evidence.reads import record_loads
+
+    rows, lengths, group = [150, 9, 70], [170, 40, 30], 2
+    case = attention_case(rows, lengths, heads=(2, 1), dim=8, page=16, **RULES[rule])
+    block_m = tile_for(max(rows) * group, 8, torch.float32).block_m
+    assert block_m < max(rows) * group
+    expected = 0
+    for visible in visible_keys(case.cu_seqlens_q, case.cache_seqlens, **RULES[rule]):
+        for tile in visible.repeat_interleave(group, 0).split(block_m):
+            columns = tile.any(0).nonzero()
+            expected += int(columns.max() - columns.min()) + 1 if len(columns) else 0
+    reads = torch.zeros(1, dtype=torch.int64)
+    with record_loads(reads=reads, **case.tensors) as record:
+        run(case, "triton", reads=reads)
+        assert record["k_cache"].loaded_bytes == record["v_cache"].loaded_bytes == expected * 8 * 4
+    assert reads.item() == expected
+
+
+@pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="the recorder watches Triton's interpreter")
 def test_launches_and_stores():
     """One launch without splits, two with; o and lse are written exactly once and nothing else is."""
     from cascade_lab.evidence.reads import record_loads
