@@ -1,0 +1,119 @@
+"""What the Triton kernel executes of a prefill after a hit: tiles, visible pairs, distinct keys.
+
+Tiles are counted by the load recorder, as matrix products: each tile takes two, scores and output. Pairs are counted by
+the kernel itself: with q = 0 every visible key has weight e^0 = 1, so a row's e^lse is the number of keys it saw.
+`Prefill.skip = False` gives the same causal rule to the kernel as a tree mask over all keys, which it applies inside
+every tile and never uses to leave one out. Formulas are not here: they are what these counts are held against.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from cascade_lab import attention, runtime
+from cascade_lab.evidence import reads
+from cascade_lab.prefix import prefix_hit_levels
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One request of `n` tokens, the first `hit` of them cached; rows hit to n - 1 are computed."""
+
+    n: int
+    hit: int
+    num_q_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 16
+    dtype: str = "float32"
+    skip: bool = True
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one launch did.
+
+    Attributes:
+        block_m, block_n: packed rows and keys of a tile.
+        tiles: executed tiles, over all KV heads.
+        pairs: visible query-key pairs, over all query heads.
+        keys: distinct K rows loaded, over all KV heads.
+    """
+
+    block_m: int
+    block_n: int
+    tiles: int
+    pairs: int
+    keys: int
+
+
+def count(prefills: Sequence[Prefill]) -> list[Count] | None:
+    """Run each prefill in Triton's interpreter and count; None where Triton is not installed.
+
+    Where kernels are compiled, a child process interprets them.
+    """
+    if runtime.triton_mode() == "absent":
+        return None
+    if runtime.triton_mode() == "compiled":
+        return [Count(**found) for found in json.loads(_interpreted(json.dumps([asdict(p) for p in prefills])))]
+    return [_count(prefill) for prefill in prefills]
+
+
+def _count(prefill: Prefill) -> Count:
+    from cascade_lab.backends.triton.config import tile_for
+
+    n, new, dtype = prefill.n, prefill.n - prefill.hit, getattr(torch, prefill.dtype)
+    (level,) = prefix_hit_levels([n], [prefill.hit], PAGE_SIZE)
+    gen = torch.Generator().manual_seed(0)
+    shape = (int(level.page_table.max()) + 1, PAGE_SIZE, prefill.num_kv_heads, prefill.head_dim)
+    k, v = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
+    q = torch.zeros(new, prefill.num_q_heads, prefill.head_dim, dtype=dtype)
+    lengths, rows = level.cache_seqlens, level.cu_seqlens_q
+    if prefill.skip:
+        mask, rule = None, {"causal": True}
+    else:
+        mask = _causal_bits(n, prefill.hit)
+        rule = {"tree_mask": mask, "tail_seqlens": lengths}
+    tensors = {"q": q, "k": k, "v": v, "table": level.page_table, "lengths": lengths, "rows": rows, "mask": mask}
+    with reads.record_loads(**tensors) as record:
+        state = attention(q, k, v, level.page_table, lengths, cu_seqlens_q=rows, **rule, num_splits=1, backend="triton")
+    tile = tile_for(new * prefill.num_q_heads // prefill.num_kv_heads, prefill.head_dim, dtype)
+    return Count(
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        tiles=sum(record.dots.values()) // 2,
+        pairs=int(state.lse.double().exp().round().sum()),
+        keys=record["k"].distinct_bytes // (prefill.head_dim * dtype.itemsize),
+    )
+
+
+def _causal_bits(n: int, hit: int) -> torch.Tensor:
+    """[n - hit, words] int64: bit j of row i is set when j <= hit + i."""
+    bit = torch.arange(64)
+    key = torch.arange(-(-n // 64))[:, None] * 64 + bit
+    visible = key <= torch.arange(hit, n)[:, None, None]
+    # the sum wraps into the sign bit, as the 64th bit of a word must
+    return (visible.long() << bit).sum(-1)
+
+
+def _interpreted(prefills: str) -> str:
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {runtime.SWITCH: "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "cascade_lab.evidence.tiles"]
+    done = subprocess.run(command, input=prefills, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"the interpreting process failed:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(found) for found in count([Prefill(**p) for p in json.load(sys.stdin)])]))
