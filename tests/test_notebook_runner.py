@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import papermill
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from nbformat.v4.rwbase import split_lines
@@ -174,6 +176,28 @@ def test_the_others_run_when_one_fails_and_a_later_success_clears_the_failure(fo
     assert notebooks.run(["01"], folder=folder, output=output) == 0
     assert not (output / "failed" / "01_none.ipynb").exists()
     assert [r["notebook"] for r in notebooks.read_claims(output)] == ["01_none", "02_good"]
+
+
+def test_a_kernel_that_does_not_start_is_a_failure_of_the_notebook(folder, output, monkeypatch, capsys):
+    write(folder, "01_good", CLAIM + "claim('1.1', 'rows', measured=rows, expected=3)")
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert notebooks.run(folder=folder, output=output) == 1
+    assert re.match(r"01_good\.ipynb: RuntimeError: Kernel died before replying", capsys.readouterr().err)
+    assert left_behind(output) == []
+
+
+@pytest.mark.parametrize(("terminal", "ci", "shown"), [(True, "", True), (True, "true", False), (False, "", False)])
+def test_a_progress_bar_is_for_terminals_outside_ci(terminal, ci, shown, folder, output, monkeypatch):
+    """K85: nothing that moves in a log."""
+    given = []
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(
+        papermill, "execute_notebook", lambda *_, progress_bar, **__: given.append(progress_bar) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        notebooks.run([write(folder, "01_good", "x = 1").name], folder=folder, output=output)
+    assert given == [{"desc": "01_good"} if shown else False]
 
 
 @pytest.mark.parametrize("delivery", ["process", "group"])

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,7 +151,7 @@ def execute(
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     output = scratch / path.name
-    started: list[str] = []
+    started: list[str | None] = [None]
 
     def failure(cause: str, cell_id: str | None) -> ExecutionFailure:
         partial = nbformat.read(output, as_version=4) if output.exists() else None
@@ -179,18 +179,12 @@ def execute(
             at_fault = next(c for c in executed.cells if c.cell_type == "code" and _went_wrong(c))
             raise failure(_cause(at_fault, error), at_fault.id) from None
         except CellTimeoutError:
-            raise failure(
-                f"took longer than {cell_timeout} s (TimeoutError)", started[-1] if started else None
-            ) from None
+            raise failure(f"took longer than {cell_timeout} s (TimeoutError)", started[-1]) from None
         except DeadKernelError:
-            raise failure(
-                f"the kernel died (DeadKernelError){_last_words(log)}", started[-1] if started else None
-            ) from None
+            raise failure(f"the kernel died (DeadKernelError){_last_words(log)}", started[-1]) from None
         except (RuntimeError, OSError) as error:
-            raise failure(
-                f"{type(error).__name__}: {_first_line(error)}{_last_words(log)}",
-                started[-1] if started else None,
-            ) from None
+            cause = f"{type(error).__name__}: {_first_line(error)}{_last_words(log)}"
+            raise failure(cause, started[-1]) from None
     for cell in executed.cells:
         if cell.cell_type != "code":
             continue
@@ -202,7 +196,7 @@ def execute(
     return executed
 
 
-def _judge_claims(executed: NotebookNode, failure) -> None:
+def _judge_claims(executed: NotebookNode, failure: Callable[[str, str | None], ExecutionFailure]) -> None:
     seen: set[str] = set()
     for cell in executed.cells:
         try:
