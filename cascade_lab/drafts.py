@@ -299,6 +299,16 @@ class VerifyBatch:
         self._path_slots, self._path_lens = self._paths()
 
     @property
+    def prefix_lens(self) -> tuple[int, ...]:
+        """Committed tokens of each request."""
+        return tuple(self._prefix.tolist())
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Query rows of each request; their sum is num_rows."""
+        return tuple(self._row_counts.tolist())
+
+    @property
     def num_rows(self) -> int:
         """Query rows T of the batch."""
         return len(self._request)

@@ -222,7 +222,7 @@ def test_ancestor_page_table_lists_what_the_mask_shows(parents):
 
 def test_a_plain_paged_kernel_verifies_over_the_ancestor_page_table(backend, device, loads):
     """The table has as many columns as the deepest path, not as many as there are draft tokens."""
-    case = verify_case([5, 9], [SHUFFLED, CHAIN], page=4, device=device)
+    case = verify_case([5, 9], [SHUFFLED, CHAIN], heads=(2, 1), page=4, device=device)
     tables = [
         DraftTree(parents).ancestor_page_table(case.batch.draft_slots(r)) for r, parents in enumerate((SHUFFLED, CHAIN))
     ]
@@ -380,7 +380,7 @@ def test_seven_prefix_tokens_in_pages_of_four_cost_21_copied_tokens(plan):
 @pytest.mark.parametrize("page", [4, 16])
 def test_copied_tails_give_the_result_of_single_token_pages(backend, device, loads, plan, page, rows):
     """The index of a partial page is not enough: each row's own page must hold the prefix tokens themselves."""
-    case = verify_case([7, 0, 16, 5], [SHUFFLED, FORK, None, CHAIN], rows=rows, page=page, device=device)
+    case = verify_case([7, 0, 16, 5], [FORK, STAR, None, CHAIN], rows=rows, page=page, heads=(2, 1), device=device)
     copies = case.batch.copied_tails(plan)
     assert {level.page_size for level in copies.levels} == {page}
     assert len(set(copies.dst.tolist())) == len(copies.dst)

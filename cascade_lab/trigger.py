@@ -1,0 +1,702 @@
+"""When to cascade: the predicted time of each plan, from the bytes it loads and the rates of a device (claim 2).
+
+Reading a prefix once instead of topk times saves bytes, and bytes are not time: a cascade pays launches and a merge for
+them, and repeated reads are cheaper than first ones. With u the bytes a level must fetch once, a the bytes it loads
+again, and f its share of busy multiprocessors,
+
+    t(plan) = launches * launch + sum over levels of max((u + q) / bandwidth + a / reread, flops / rate) / f + merge,
+
+where q are queries and outputs, reread is the bandwidth of the L2 cache if the repeated reads find it warm, else that
+of memory, and one program on one multiprocessor is assumed to draw that multiprocessor's share of all rates. This is a
+roofline, good for the sign of a decision and poor for its microseconds; `PUBLISHED` says where even the sign is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from cascade_lab.drafts import PLANS, ROWS, DraftTree, VerifyBatch
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What the prediction knows of a device; all of it explicit data.
+
+    Attributes:
+        name: for tables.
+        bandwidth: bytes per second from memory.
+        l2_bandwidth: bytes per second of reads that hit the last-level cache.
+        l2_bytes: size of that cache.
+        launch: seconds per kernel launch, its start and drain included.
+        matmul_rate: dense 16-bit flop per second of the matrix units (or what `calibrate` measured).
+        num_sms: multiprocessors that must be busy to reach these rates (threads, on a CPU).
+        source: where each number comes from, and which of them are assumptions.
+    """
+
+    name: str
+    bandwidth: float
+    l2_bandwidth: float
+    l2_bytes: int
+    launch: float
+    matmul_rate: float
+    num_sms: int
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "l2_bandwidth", "launch", "matmul_rate", "l2_bytes", "num_sms"):
+            value = getattr(self, name)
+            least = 1 if name == "num_sms" else 0
+            if not math.isfinite(value) or value < least or (value == 0 and name not in ("launch", "l2_bytes")):
+                raise ValueError(f"{name}: expected a positive finite number, given {value}")
+
+
+_MiB = 1 << 20
+_ASSUMED = "assumptions: launch 4 us (a stream launch outside a graph)"
+
+A100 = DeviceModel(
+    "A100 SXM 80 GB", 2.039e12, 4.3e12, 40 * _MiB, 4e-6, 312e12, 108,
+    "NVIDIA A100 80GB datasheet: 2039 GB/s, 312 TFLOPS dense bf16; A100 architecture whitepaper: 108 SMs, 40 MB L2; "
+    f"{_ASSUMED}, L2 4.3 TB/s (60% of 5120 bytes per clock at 1.41 GHz)",
+)  # fmt: skip
+H100 = DeviceModel(
+    "H100 SXM", 3.35e12, 5.5e12, 50 * _MiB, 4e-6, 989e12, 132,
+    "NVIDIA H100 datasheet: 3.35 TB/s, 1979 TFLOPS bf16 with sparsity (989 dense); H100 architecture whitepaper: "
+    f"132 SMs, 50 MB L2; {_ASSUMED}, L2 5.5 TB/s (no datasheet states it)",
+)  # fmt: skip
+H200 = DeviceModel(
+    "H200 SXM", 4.8e12, 5.5e12, 50 * _MiB, 4e-6, 989e12, 132,
+    "NVIDIA H200 datasheet: 4.8 TB/s, 1979 TFLOPS bf16 with sparsity (989 dense); SMs and L2 as the H100, whose chip "
+    f"it is; {_ASSUMED}, L2 5.5 TB/s as for the H100",
+)  # fmt: skip
+B200 = DeviceModel(
+    "B200", 8.0e12, 10e12, 126 * _MiB, 4e-6, 2250e12, 148,
+    "NVIDIA HGX B200 datasheet: 8 TB/s, 4.5 PFLOPS bf16 with sparsity (2.25 dense) per GPU; 148 SMs as the driver "
+    f"reports; {_ASSUMED}, L2 126 MB and 10 TB/s (neither is in the datasheet)",
+)  # fmt: skip
+DEVICES = {"A100": A100, "H100": H100, "H200": H200, "B200": B200}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one plan is predicted to cost.
+
+    Attributes:
+        plan: "naive", "cascade" or "fused".
+        bytes: KV bytes that the launches load, row tiles counted: compulsory_bytes + reread_bytes.
+        compulsory_bytes: distinct KV bytes, which must come from memory once.
+        reread_bytes: KV bytes loaded again.
+        launches: kernel launches, the merge included.
+        flops: of the matrix products, rows padded to their tile.
+        seconds: the sum of terms.
+        terms: seconds by cause: "launch", "memory" (compulsory KV, queries and outputs), "reread", "compute" (what the
+            matrix products take beyond the loads they overlap with), "merge" (partial states, written and read).
+    """
+
+    plan: str
+    bytes: int
+    compulsory_bytes: int
+    reread_bytes: int
+    launches: int
+    flops: int
+    seconds: float
+    terms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to cascade, and why.
+
+    Attributes:
+        cascade: the cascade is predicted faster than the naive expansion, and a prefix has more than one reader.
+        plan: the fastest of the three. "fused" needs a kernel with a tree mask; an engine without one chooses between
+            the other two by `cascade`.
+        reason: one sentence with the numbers.
+        predictions: by plan.
+    """
+
+    cascade: bool
+    plan: str
+    reason: str
+    predictions: Mapping[str, Prediction]
+
+
+def should_cascade(
+    batch: VerifyBatch,
+    device_model: DeviceModel,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    launches: Mapping[str, int] | None = None,
+) -> Decision:
+    """Decide for one batch on one device, from lengths alone: no page table is built and no tensor is read.
+
+    Args:
+        batch: what is to be verified.
+        device_model: one of `DEVICES`, or what `calibrate` returns.
+        num_q_heads, num_kv_heads, head_dim: of one layer on one device; head_dim_v defaults to head_dim.
+        dtype: of the cache.
+        launches: launches per plan of another implementation; those of this package by default.
+
+    Returns:
+        Decision. With one branch per request and no prefix shared by requests it is never a cascade: the prefix has
+        one reader, so one causal call loads the same bytes and needs no merge.
+
+    Raises:
+        ValueError: head counts that do not divide, a head dim below 1, or launches of an unknown plan.
+    """
+    shape = _Shape.of(batch)
+    heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
+    predictions = _predict(shape, device_model, heads, launches)
+    naive, cascade, fused = (predictions[plan] for plan in PLANS)
+    if len(shape.paths) == 0:
+        return Decision(False, "fused", "no query rows, nothing to read", predictions)
+    if shape.shared == 0 and all(tree is None or len(tree.leaves) == 1 for tree in batch.trees):
+        plan = min((fused, naive), key=lambda p: p.seconds).plan
+        reason = (
+            f"topk = 1: each prefix has one reader, so one causal call loads the {_size(fused.bytes)} that a cascade "
+            f"would, with {_count(fused.launches, 'launch')} instead of {cascade.launches} and no second "
+            f"level to merge; predicted fastest is the {plan} plan ({_micros(predictions[plan].seconds)})"
+        )
+        return Decision(False, plan, reason, predictions)
+    best = min(predictions.values(), key=lambda p: p.seconds)
+    pays = cascade.seconds < naive.seconds
+    reason = (
+        f"on {device_model.name} the cascade is predicted {naive.seconds / cascade.seconds:.2f}x as fast as the naive "
+        f"expansion ({_micros(cascade.seconds)} against {_micros(naive.seconds)}): it loads {_size(cascade.bytes)} of "
+        f"KV instead of {_size(naive.bytes)}, of which {_size(naive.compulsory_bytes)} are compulsory, in "
+        f"{_count(cascade.launches, 'launch')} instead of {naive.launches}; the fused plan would take "
+        f"{_micros(fused.seconds)}"
+    )
+    return Decision(pays, best.plan, reason, predictions)
+
+
+def break_even_prefix(
+    topk: int,
+    steps: int,
+    batch: int,
+    *,
+    device_model: DeviceModel,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    rows: str = "branch",
+    plan: str = "cascade",
+    launches: Mapping[str, int] | None = None,
+    max_prefix: int = 1 << 20,
+) -> int | None:
+    """Smallest prefix length at which `plan` is predicted faster than the naive expansion, or None up to max_prefix.
+
+    Args:
+        topk, steps: disjoint branches per request, and tokens of each.
+        batch: requests, each with a prefix of its own.
+        rows: "branch" or "node", as in `VerifyBatch`.
+        plan: "cascade" or "fused".
+        device_model and the other arguments: as in `should_cascade`.
+
+    Lengths are doubled until the plan wins, then bisected; KV splits make times jump, so a plan may lose again shortly
+    above. With topk = 1 the answer is None: there is nothing to share.
+    """
+    for name, n in (("topk", topk), ("steps", steps), ("batch", batch)):
+        if n < 1:
+            raise ValueError(f"{name}: expected a number >= 1, given {n}")
+    if plan not in ("cascade", "fused"):
+        raise ValueError(f"plan: expected 'cascade' or 'fused', given {plan!r}")
+    heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
+    if topk == 1:
+        return None
+
+    def wins(length: int) -> bool:
+        predictions = _predict(_Shape.branches(length, topk, steps, batch, rows), device_model, heads, launches)
+        return predictions[plan].seconds < predictions["naive"].seconds
+
+    if wins(0):
+        return 0
+    low, high = 0, 1
+    while not wins(high):
+        if high >= max_prefix:
+            return None
+        low, high = high, min(2 * high, max_prefix)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """One layer's heads: query heads per KV head, KV heads, head dims and bytes per element."""
+
+    group: int
+    num_kv: int
+    dim: int
+    dim_v: int
+    itemsize: int
+
+    @classmethod
+    def check(cls, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, dtype) -> _Heads:
+        if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+            raise ValueError(
+                f"num_q_heads: expected a positive multiple of num_kv_heads = {num_kv_heads}, given {num_q_heads}"
+            )
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        for name, n in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+            if n < 1:
+                raise ValueError(f"{name}: expected a number >= 1, given {n}")
+        return cls(num_q_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, dtype.itemsize)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_kv * (self.dim + self.dim_v) * self.itemsize
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One level: rows and keys of its requests, and how many distinct tokens they read."""
+
+    rows: np.ndarray
+    keys: np.ndarray
+    unique: int
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Lengths of the requests that have rows, and of each row's path; tokens shared by all requests."""
+
+    prefix: np.ndarray
+    nodes: np.ndarray
+    rows: np.ndarray
+    paths: np.ndarray
+    shared: int
+
+    @classmethod
+    def of(cls, batch: VerifyBatch) -> _Shape:
+        rows = np.asarray(batch.row_counts, np.int64)
+        prefix = np.asarray(batch.prefix_lens, np.int64)
+        nodes = np.asarray([0 if tree is None else tree.size for tree in batch.trees], np.int64)
+        paths = batch.positions.cpu().numpy() + 1 - np.repeat(prefix, rows)
+        active = rows > 0
+        return cls(prefix[active], nodes[active], rows[active], paths, batch.shared_prefix_len)
+
+    @classmethod
+    def branches(cls, length: int, topk: int, steps: int, batch: int, rows: str) -> _Shape:
+        if rows not in ROWS:
+            raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
+        path = np.full(topk, steps) if rows == "branch" else np.tile(np.arange(1, steps + 1), topk)
+        ones = np.ones(batch, np.int64)
+        return cls(length * ones, topk * steps * ones, len(path) * ones, np.tile(path, batch), 0)
+
+    def passes(self, plan: str) -> tuple[_Pass, ...]:
+        """The levels that `VerifyBatch.levels` would build, without their page tables."""
+        drafts = int(self.nodes.sum())
+        own = self.prefix - self.shared
+        ones = np.ones(len(self.paths), np.int64)
+        everything = (self.shared if len(self.paths) else 0) + int(own.sum()) + drafts
+        if plan == "naive":
+            return (_Pass(ones, np.repeat(self.prefix, self.rows) + self.paths, everything),)
+        if plan == "fused":
+            return (_Pass(self.rows, self.prefix + self.nodes, everything),)
+        levels = (_Pass(self.rows, own, int(own.sum())), _Pass(ones, self.paths, drafts))
+        if self.shared == 0:
+            return levels
+        return (_Pass(np.asarray([len(self.paths)]), np.asarray([self.shared]), self.shared), *levels)
+
+
+def _predict(
+    shape: _Shape, device: DeviceModel, heads: _Heads, launches: Mapping[str, int] | None
+) -> dict[str, Prediction]:
+    unknown = set(launches or {}) - set(PLANS)
+    if unknown:
+        raise ValueError(f"launches: expected plans of {PLANS}, given {sorted(unknown)}")
+    return {plan: _predict_plan(shape, plan, device, heads, (launches or {}).get(plan)) for plan in PLANS}
+
+
+def _predict_plan(shape: _Shape, plan: str, device: DeviceModel, heads: _Heads, launches: int | None) -> Prediction:
+    passes = shape.passes(plan) if len(shape.paths) else ()
+    state_rows = len(shape.paths) * heads.group * heads.num_kv
+    query_bytes = state_rows * heads.dim * heads.itemsize
+    terms = dict.fromkeys(("launch", "memory", "reread", "compute", "merge"), 0.0)
+    loaded = unique = flops = parts = 0
+    for one in passes:
+        block_m = tile_rows(int(one.rows.max()) * heads.group, max(heads.dim, heads.dim_v))
+        tiles = -(-one.rows * heads.group // block_m)
+        programs = int(tiles.sum()) * heads.num_kv
+        splits = kv_splits(programs, int(one.keys.max()), device.num_sms)
+        busy = min(1.0, programs * splits / device.num_sms)
+        tokens = int((tiles * one.keys).sum())
+        first, again = one.unique * heads.token_bytes, (tokens - one.unique) * heads.token_bytes
+        work = tokens * block_m * heads.num_kv * 2 * (heads.dim + heads.dim_v)
+        memory = (first + query_bytes) / device.bandwidth / busy
+        reread = again / _reread_bandwidth(tokens, one.unique, first, device) / busy
+        terms["memory"] += memory
+        terms["reread"] += reread
+        terms["compute"] += max(0.0, work / device.matmul_rate / busy - memory - reread)
+        loaded, unique, flops, parts = loaded + tokens, unique + one.unique, flops + work, parts + splits
+    terms["memory"] += state_rows * heads.dim_v * heads.itemsize / device.bandwidth
+    if parts > 1:
+        terms["merge"] = 2 * parts * state_rows * (heads.dim_v + 1) * 4 / device.bandwidth
+    count = len(passes) + (parts > 1) if launches is None else launches
+    terms["launch"] = count * device.launch
+    return Prediction(
+        plan,
+        loaded * heads.token_bytes,
+        unique * heads.token_bytes,
+        (loaded - unique) * heads.token_bytes,
+        count,
+        flops,
+        sum(terms.values()),
+        terms,
+    )
+
+
+def _reread_bandwidth(tokens: int, unique: int, unique_bytes: int, device: DeviceModel) -> float:
+    """Rate of repeated reads. They hit the cache when all of a pass fits in it, or when its readers run in step.
+
+    Readers of one prefix are neighbours in the launch grid. As long as they are no more than the multiprocessors they
+    run at the same time and follow each other through the keys, so what has to stay in the cache is the distance
+    between them and not the prefix.
+    """
+    readers = tokens / max(unique, 1)
+    in_step = readers <= device.num_sms
+    return device.l2_bandwidth if in_step or unique_bytes <= device.l2_bytes else device.bandwidth
+
+
+def tile_rows(packed_rows: int, head_dim: int) -> int:
+    """Rows of a program's tile (block_m) for the longest request of a pass, as the Triton backend chooses it."""
+    largest = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 16
+    return min(max(16, 1 << (max(packed_rows, 1) - 1).bit_length()), largest)
+
+
+def kv_splits(programs: int, max_keys: int, num_sms: int, block_n: int = 64) -> int:
+    """Parts into which a pass cuts its keys: none when programs fill the device, else up to two waves of them."""
+    if 5 * programs >= 4 * num_sms:
+        return 1
+    return max(1, min(2 * num_sms // max(programs, 1), max_keys // (4 * block_n), 128))
+
+
+def calibrate(
+    device: torch.device | str = "cpu",
+    *,
+    large_bytes: int | None = None,
+    small_bytes: int | None = None,
+    l2_bytes: int | None = None,
+    matmul_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    repeats: int = 7,
+) -> DeviceModel:
+    """A `DeviceModel` measured on this machine in a few seconds: medians of `repeats` timings after a warm-up.
+
+    Args:
+        device: CPU or CUDA.
+        large_bytes: of the tensor whose copy gives the bandwidth, far beyond any cache; 1 GiB on CUDA, 256 MiB on CPU.
+        small_bytes: of the tensor whose copy gives the cache's; 8 MiB on CUDA, 1 MiB on CPU.
+        l2_bytes: size of the cache; as the driver reports it on CUDA, else 16 MiB, an assumption.
+        matmul_size: side of the square product that gives the rate; 8192 on CUDA, 512 on CPU.
+        dtype: of the product; bfloat16 on CUDA, float32 on CPU.
+
+    A copy reads and writes, so both count. On a CPU the per-call cost is that of a small torch operation, and num_sms
+    is the number of torch's threads.
+    """
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, given {device}")
+    large_bytes = large_bytes or (1 << 30 if on_gpu else 256 * _MiB)
+    small_bytes = small_bytes or (8 * _MiB if on_gpu else _MiB)
+    matmul_size = matmul_size or (8192 if on_gpu else 512)
+    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(device)
+        name, num_sms = properties.name, properties.multi_processor_count
+        cache = "driver" if l2_bytes is None else "argument"
+        l2_bytes = l2_bytes or properties.L2_cache_size
+    else:
+        name, num_sms = "CPU", torch.get_num_threads()
+        cache = "assumption" if l2_bytes is None else "argument"
+        l2_bytes = l2_bytes or 16 * _MiB
+
+    def seconds(run: Callable[[], object], calls: int) -> float:
+        def once() -> float:
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            return (time.perf_counter() - start) / calls
+
+        once()
+        return median(once() for _ in range(repeats))
+
+    one = torch.zeros(1, device=device)
+    launch = seconds(lambda: one.add_(1.0), 200)
+
+    def copy_rate(size: int, calls: int) -> float:
+        # written, for the pages of untouched zeros are one page
+        source = torch.ones(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        # the cost of a call is counted by itself, and must not pass for bytes; half the time bounds its share
+        elapsed = seconds(lambda: target.copy_(source), calls)
+        return 2 * size / max(elapsed - launch, elapsed / 2)
+
+    bandwidth = copy_rate(large_bytes, 2)
+    l2_bandwidth = max(bandwidth, copy_rate(small_bytes, 50))
+    a = torch.ones(matmul_size, matmul_size, dtype=dtype, device=device)
+    rate = 2 * matmul_size**3 / seconds(lambda: a @ a, 3)
+    source = (
+        f"measured with torch {torch.__version__}: copies of {large_bytes // _MiB} MiB and {small_bytes // 1024} KiB, "
+        f"one-element additions, a {matmul_size} x {matmul_size} {str(dtype).removeprefix('torch.')} product; "
+        f"cache size: {cache}"
+    )
+    return DeviceModel(name, bandwidth, l2_bandwidth, l2_bytes, launch, rate, num_sms, source)
+
+
+def sglang_rule(topk: int, *, sliding_window: bool = False) -> bool:
+    """SGLang's FlashAttention-3 backend in target verification: topk > 1 and no sliding-window layer. Nothing else."""
+    return topk > 1 and not sliding_window
+
+
+def vllm_rule(
+    common_prefix_len: int,
+    query_lens: Sequence[int],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    num_sms: int,
+    block_size: int = 16,
+    computed_lens: Sequence[int] | None = None,
+    alibi: bool = False,
+    sliding_window: bool = False,
+    local_attention: bool = False,
+    decode_context_parallel: int = 1,
+) -> bool:
+    """vLLM's use_cascade_attention for requests that all share a prefix; its global switch is off by default since
+    pull request 36318 (2026-03), and this is the rule behind the switch.
+
+    Args:
+        common_prefix_len: tokens shared by all running requests, capped here by the smallest of computed_lens and
+            floored to whole blocks.
+        query_lens: query tokens per request.
+    """
+    if computed_lens is not None:
+        common_prefix_len = min(common_prefix_len, *computed_lens)
+    common = common_prefix_len // block_size * block_size
+    requests = len(query_lens)
+    if common < 256 or alibi or sliding_window or local_attention or requests < 8 or decode_context_parallel > 1:
+        return False
+    group = num_q_heads // num_kv_heads
+    if not (group > 1 and all(n == 1 for n in query_lens)):
+        return True
+    tiles = math.ceil(common / 128)
+    cascade = math.ceil(num_q_heads * math.ceil(requests / 128) / num_sms) * tiles
+    flash_decoding = math.ceil(requests * num_kv_heads * math.ceil(group / 128) * tiles / num_sms)
+    return cascade < flash_decoding
+
+
+def flashinfer_rule(packed_len: float, head_dim: int, *, step_fits: bool = True) -> tuple[None, int]:
+    """FlashInfer has no trigger (None: its caller decides); what it does choose is the query tile.
+
+    Args:
+        packed_len: mean of query length x GQA group over the requests.
+        head_dim: of q, k and v alike, below 512; larger value dims follow another rule, which is not modelled.
+        step_fits: one KV step of a 16-row tile fits the shared memory that a kernel may opt into.
+
+    Returns:
+        (None, rows of the query tile).
+    """
+    if not 1 <= head_dim < 512:
+        raise ValueError(f"head_dim: expected 1 to 511, given {head_dim}")
+    if packed_len > 64 and head_dim < 256:
+        return None, 128
+    if packed_len > 16:
+        return None, 64
+    return None, 16 if step_fits else 64
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """One line of `rule_table`: what each rule answers for B requests of topk branches over prefixes of L tokens."""
+
+    prefix_len: int
+    topk: int
+    batch: int
+    cascade: bool
+    plan: str
+    speedup: float
+    sglang: bool
+    vllm: bool
+    flashinfer: None
+
+
+def rule_table(
+    prefix_lens: Iterable[int],
+    topks: Iterable[int],
+    batches: Iterable[int],
+    *,
+    steps: int,
+    device_model: DeviceModel,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[RuleRow]:
+    """The engines' rules beside the prediction over (L, topk, batch), one query row per branch.
+
+    `speedup` is the predicted naive time over that of the cascade. vLLM knows requests only: every branch counts as a
+    request, and they share a prefix only if there is a single one (batch = 1).
+    """
+    heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    lengths, topks = tuple(prefix_lens), tuple(topks)
+    rows = []
+    for size in batches:
+        for topk in topks:
+            for length in lengths:
+                batch = VerifyBatch([length] * size, [DraftTree.branches(topk, steps)] * size, rows="branch")
+                decision = should_cascade(batch, device_model, head_dim=head_dim, dtype=dtype, **heads)
+                by_plan = decision.predictions
+                rows.append(
+                    RuleRow(
+                        length,
+                        topk,
+                        size,
+                        decision.cascade,
+                        decision.plan,
+                        by_plan["naive"].seconds / by_plan["cascade"].seconds,
+                        sglang_rule(topk),
+                        vllm_rule(length if size == 1 else 0, [1] * size * topk, num_sms=device_model.num_sms, **heads),
+                        flashinfer_rule(topk * num_q_heads / num_kv_heads, head_dim)[0],
+                    )
+                )
+    return rows
+
+
+@dataclass(frozen=True)
+class PublishedCase:
+    """Someone's measurement of plain against cascade attention over one shared prefix, and what it takes to model it.
+
+    Attributes:
+        source: where it was published.
+        device: the device, with the assumptions that its model needed.
+        prefix_len, branches, suffix_len: the shape; num_q_heads, num_kv_heads, head_dim: of one layer.
+        plain_us, cascade_us: as published; None where only the ratio was.
+        speedup: plain over cascade.
+        launches: kernels per call of each plan in that implementation.
+        wrong: empty where the model gets the sign right, else why it does not.
+    """
+
+    source: str
+    device: DeviceModel
+    prefix_len: int
+    branches: int
+    suffix_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    plain_us: float | None
+    cascade_us: float | None
+    speedup: float
+    launches: Mapping[str, int]
+    wrong: str = ""
+
+    def predicted_speedup(self) -> float:
+        """Plain over cascade by this module's model, 16-bit cache."""
+        heads = _Heads.check(self.num_q_heads, self.num_kv_heads, self.head_dim, None, torch.bfloat16)
+        shape = _Shape.branches(self.prefix_len, self.branches, self.suffix_len, 1, "branch")
+        by_plan = _predict(shape, self.device, heads, self.launches)
+        return by_plan["naive"].seconds / by_plan["cascade"].seconds
+
+
+L20 = DeviceModel(
+    "L20", 864e9, 2.5e12, 96 * _MiB, 12e-6, 119.5e12, 92,
+    "NVIDIA L20 datasheet: 864 GB/s, 119.5 TFLOPS dense bf16, 96 MB L2; assumptions: 92 SMs, L2 2.5 TB/s, launch 12 us "
+    "(the published cascade's floor of 84 us over 7 kernels)",
+)  # fmt: skip
+RTX_5070 = DeviceModel(
+    "RTX 5070", 672e9, 2.0e12, 48 * _MiB, 3.5e-6, 61.7e12, 48,
+    "NVIDIA RTX 5070 specifications: 672 GB/s, 48 SMs, 48 MB L2; assumptions: 61.7 TFLOPS dense bf16, "
+    "L2 2 TB/s and launch 3.5 us (from the published times of 16 branches over 32K and 8 over 1K)",
+)  # fmt: skip
+
+
+def _published() -> tuple[PublishedCase, ...]:
+    issue = "flashinfer-ai/flashinfer issue 595 (2024-11); device not stated, H100 assumed; 3 kernels against 1"
+    seven = {"naive": 1, "cascade": 7}
+    cases = [
+        PublishedCase(issue, H100, 4000, 8, 1, 8, kv, 128, plain, 26.0, plain / 26.0, {"naive": 1, "cascade": 3})
+        for kv, plain in ((1, 19.0), (8, 55.0))
+    ]
+    beams = "NVIDIA/TensorRT-LLM pull request 14396: FlashInfer on an L20, 128 beams, suffix 3, page 16"
+    no_faster = (
+        "the plain kernel loaded 0.7 TB/s, slower than this memory, where the model lets repeated reads run at the "
+        "rate of the L2 cache"
+    )
+    for length, plain, cascade in (
+        (128, 43, 84), (256, 199, 90), (512, 386, 91), (1024, 754, 90), (2048, 1494, 90), (4096, 2965, 93),
+    ):  # fmt: skip
+        cases.append(
+            PublishedCase(
+                beams,
+                L20,
+                length,
+                128,
+                3,
+                16,
+                8,
+                128,
+                plain,
+                cascade,
+                plain / cascade,
+                seven,
+                no_faster if length == 256 else "",
+            )  # fmt: skip
+        )
+    fork = "ForkAttention write-up (2026-09): FlashInfer on an RTX 5070, suffix 128, page 128, 7 kernels"
+    warm = "33.5 MB of prefix stay in the 48 MB cache from one timed call to the next; the model fetches them each time"
+    margin = "two readers in step cost the plain kernel less than the model's cache rate says; measured margin 6%"
+    for branches, length, plain, cascade, wrong in (
+        (2, 8192, 36.6, 33.7, warm), (2, 32768, 233, 247, margin), (8, 1024, 24.2, 27.5, ""), (8, 8192, 110, 58, ""),
+        (8, 32768, 445, 260, ""), (16, 32768, 1262, 272, ""), (16, 65536, 2508, 494, ""),
+    ):  # fmt: skip
+        cases.append(
+            PublishedCase(
+                fork, RTX_5070, length, branches, 128, 16, 4, 256, plain, cascade, plain / cascade, seven, wrong
+            )
+        )
+    blog = "FlashInfer blog on cascade inference (2024-02), read off a figure: H100 SXM, 32 heads, 256 requests"
+    for suffix, speedup in ((128, 15.0), (2048, 2.5)):
+        cases.append(
+            PublishedCase(blog, H100, 8192, 256, suffix, 32, 32, 128, None, None, speedup, {"naive": 1, "cascade": 3})
+        )
+    return tuple(cases)
+
+
+PUBLISHED = _published()
+"""Published measurements beside the model. One more is known and left out, because its shape was not published in
+full: with FlashAttention-3 the cascade lost at prefix 512 for every batch size (vLLM pull request 44397)."""
+
+
+def _size(n: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g} {unit}"
+    return f"{n} bytes"
+
+
+def _micros(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" + ("" if n == 1 else "es")
