@@ -547,7 +547,8 @@ def test_addresses_are_64_bit(backend, device, loads, which, tmp_path):
         pytest.skip("the sparse memory lives on the CPU")
     far = 2**30
     memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=3 * far + 4096, dtype=torch.bfloat16)
-    case = attention_case([1, 3], [4, 3], heads=(4, 4), dim=8, page=4, dtype=torch.bfloat16)
+    case = attention_case([1, 3], [4, 3], heads=(4, 4), dim=8, page=4, dtype=torch.bfloat16, seed=7)
+    assert case.page_table[:, 0].tolist() == [3, 2]
     tensor, dim = which.split()
     name = {"q": "q", "k": "k_cache", "v": "v_cache"}[tensor]
     x = getattr(case, name)
