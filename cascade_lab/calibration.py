@@ -1,8 +1,10 @@
 """Fits of a prefill kernel's measured times over (cached prefix L, new tokens x).
 
-Two forms: the area form t = c + gamma L + b x + a (2 L x + x^2), whose last term is twice the pairs left, and the
-floor form t = max(floor, area form), for kernels whose cost hides under a constant until the context is long.
-Coefficients are never negative; errors are relative and cross-validated, so a form that only memorises does not win.
+The area form is t = c + gamma L + b x + a (2 L x + x^2), whose last term is twice the pairs left. The floor form is
+t = max(floor, area form), for kernels whose cost hides under a constant until the context is long. The square form adds
+r x^2, for kernels that compute what their mask throws away: a = r is the whole rectangle (L + x) x, a = 0 new tokens
+alone. Coefficients are never negative. Errors are relative and cross-validated, so a form that only memorises does not
+win.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 
 FOLDS = 5
-TERMS = ("c", "gamma", "b", "a")
 FEATURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "triangle": lambda L, x: 2 * L * x + x * x,
     "rectangle": lambda L, x: (L + x) * x,
@@ -29,9 +30,10 @@ class Calibration:
     """One fitted form.
 
     Attributes:
-        form: "area" or "floor".
-        c, gamma, b, a: coefficients, in the samples' time unit (per token, per token, per token squared).
-        floor: 0 for the area form.
+        form: "area", "floor" or "square".
+        c, gamma, b, a, r: coefficients, in the samples' time unit (c), per token (gamma, b) and per token squared (a,
+            r); r is 0 but for the square form.
+        floor: 0 but for the floor form.
         cv_error: root mean square relative error over held-out folds.
     """
 
@@ -40,28 +42,29 @@ class Calibration:
     gamma: float
     b: float
     a: float
+    r: float
     floor: float
     cv_error: float
 
     def time(self, prefix: int, new: int) -> float:
         """Predicted time of `new` tokens over a cached prefix."""
-        return float(
-            _predict((self.c, self.gamma, self.b, self.a, self.floor), _design(_table([(prefix, new, 1.0)])))[0]
-        )
+        coefficients = (self.c, self.gamma, self.b, self.a, self.r, self.floor)
+        return float(_predict(coefficients, _design("square", _table([(prefix, new, 1.0)])))[0])
 
 
 def calibrate(samples: Iterable[tuple[float, float, float]]) -> Calibration:
-    """Fit both forms to (L, x, t) samples and return the one with the smaller cross-validated error.
+    """Fit the three forms to (L, x, t) samples and return the one with the smallest cross-validated error.
 
-    The floor form has one more coefficient and must win by more than a tenth of the error to be taken.
+    The floor and the square form have one more coefficient and must win by more than a tenth of the error to be taken.
 
     Raises:
         ValueError: fewer than 8 samples, a number that is NaN, negative or (x, t) zero, or samples without any prefix:
             they cannot tell gamma and the rectangle from anything.
     """
     data = _check(samples)
-    area, floor = (_fit_form(form, data) for form in ("area", "floor"))
-    return floor if floor.cv_error < 0.9 * area.cv_error else area
+    area, *richer = (_fit_form(form, data) for form in ("area", "floor", "square"))
+    best = min(richer, key=lambda fitted: fitted.cv_error)
+    return best if best.cv_error < 0.9 * area.cv_error else area
 
 
 def feature_errors(samples: Iterable[tuple[float, float, float]]) -> dict[str, float]:
@@ -101,9 +104,11 @@ def _check(samples) -> np.ndarray:
     return data
 
 
-def _design(data: np.ndarray) -> np.ndarray:
+def _design(form: str, data: np.ndarray) -> np.ndarray:
+    """Columns of c, gamma, b, a, and r for the square form."""
     L, x = data[:, 0], data[:, 1]
-    return np.stack((np.ones(len(data)), L, x, FEATURES["triangle"](L, x)), 1)
+    columns = [np.ones(len(data)), L, x, FEATURES["triangle"](L, x)]
+    return np.stack([*columns, x * x] if form == "square" else columns, 1)
 
 
 def _predict(coefficients, design: np.ndarray) -> np.ndarray:
@@ -160,6 +165,7 @@ def _cross_validate(data: np.ndarray, design: np.ndarray, fit) -> float:
 
 def _fit_form(form: str, data: np.ndarray) -> Calibration:
     fit = _with_floor if form == "floor" else _nonnegative
-    design = _design(data)
+    design = _design(form, data)
     *linear, floor = (float(x) for x in fit(design, data[:, 2]))
-    return Calibration(form, *linear, floor, _cross_validate(data, design, fit))
+    c, gamma, b, a, r = linear if form == "square" else [*linear, 0.0]
+    return Calibration(form, c, gamma, b, a, r, floor, _cross_validate(data, design, fit))

@@ -187,6 +187,7 @@ def prefix_hit_levels(
     *,
     split: bool = False,
     page_table: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[Level, ...]:
     """The prefill after a hit as levels over the suffix rows: one causal level, or rectangle and triangle.
 
@@ -197,6 +198,7 @@ def prefix_hit_levels(
         split: False, one causal level over prefix and suffix. True, two levels that merge to the same state: the
             rectangle (suffix rows over the prefix, H keys) and the triangle (suffix rows over themselves, causal).
         page_table: `[R, max_pages]` int32 of the whole prompts; consecutive pages when absent.
+        device: where the levels' tensors are, unless `page_table` says so.
 
     Returns:
         Levels for `cascade_attention` and `ledger`, rows packed by request.
@@ -208,18 +210,19 @@ def prefix_hit_levels(
         raise ValueError(f"hits: expected one per request ({len(prompt_lens)}), given {len(hits)}")
     for n, hit in zip(prompt_lens, hits, strict=True):
         check_hit(n, hit)
-    prompts = torch.tensor(list(prompt_lens), dtype=torch.int32)
-    cached = torch.tensor(list(hits), dtype=torch.int32)
     if page_table is None:
-        page_table = paging.build_page_table(list(prompt_lens), page_size)
+        page_table = paging.build_page_table(list(prompt_lens), page_size).to(device)
+    device = page_table.device
+    prompts = torch.tensor(list(prompt_lens), dtype=torch.int32, device=device)
+    cached = torch.tensor(list(hits), dtype=torch.int32, device=device)
     rows = torch.nn.functional.pad((prompts - cached).cumsum(0), (1, 0)).to(torch.int32)
     if not split:
         return (Level(rows, page_table, prompts, page_size, causal=True, name="suffix over prefix and suffix"),)
     # the triangle starts at token H, so its pages are as fine as every H needs
     fine = math.gcd(page_size, *(int(hit) for hit in hits))
     parts = page_size // fine
-    tokens = (page_table.long()[:, :, None] * parts + torch.arange(parts)).flatten(1)
-    column = cached.long()[:, None] // fine + torch.arange(tokens.shape[1])
+    tokens = (page_table.long()[:, :, None] * parts + torch.arange(parts, device=device)).flatten(1)
+    column = cached.long()[:, None] // fine + torch.arange(tokens.shape[1], device=device)
     inside = column < paging.pages_needed(prompts.long(), fine)[:, None]
     suffix = torch.where(inside, tokens.gather(1, column.clamp(max=tokens.shape[1] - 1)), -1).to(torch.int32)
     return (
@@ -470,7 +473,9 @@ def _calibrated(case: Case, hit: int) -> Finding:
         f"{fitted.form} form, cross-validated error {fitted.cv_error:.1%}: the kernel's time falls to {ratio:.4f}, "
         f"the pairs to {law:.4f}"
     )
-    return Finding("calibrated kernel", holds, detail, 0.0 if holds else ratio - law)
+    # a form that does not describe the samples says nothing about the hit
+    unknown = fitted.cv_error > case.tolerance
+    return Finding("calibrated kernel", holds, detail, 0.0 if holds else None if unknown else ratio - law)
 
 
 def _presence(case: Case, hit: int) -> Finding:
