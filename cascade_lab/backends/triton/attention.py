@@ -47,9 +47,7 @@ def _dot_operand(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _visible_span(
-    i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr
-):
+def _visible_span(i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr):
     """Keys [lo, hi) that some row of i_lo..i_hi sees, and [all_lo, all_hi) that every one of them sees."""
     lo = 0
     hi = K
@@ -67,20 +65,26 @@ def _visible_span(
 
 
 @triton.jit
-def _tree_bits(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.constexpr):
-    """Mask bits of 64 keys from tail position `first` on, per row [BLOCK_M] uint64; keys before the tail are set."""
+def _tree_visible(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] visibility of the keys from tail position `first` on; keys before the tail are visible.
+
+    The 64 mask bits are aligned to the tile once per row, then tested in 32 bits.
+    """
+    tl.static_assert(BLOCK_N <= 64)
     i_word = tl.maximum(first, 0) // 64
     shift = (tl.maximum(first, 0) % 64).to(tl.uint64)
     p_word = mask_ptr + o_mask + i_word * stride_mask_word
     low = tl.load(p_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
-    high = tl.load(p_word + stride_mask_word, mask=m_row & (i_word + 1 < WORDS), other=0).to(
-        tl.uint64, bitcast=True
-    )
-    # two shifts, for a shift by 64 is undefined
+    high = tl.load(p_word + stride_mask_word, mask=m_row & (i_word + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+    # two shifts, for a shift by 64 is undefined; a masked tile starts less than BLOCK_N keys before the tail
     bits = (low >> shift) | ((high << (63 - shift)) << 1)
-    # a masked tile starts less than BLOCK_N <= 64 keys before the tail
     before = tl.maximum(-first, 0).to(tl.uint64)
-    return (bits << before) | ((tl.full([1], 1, tl.uint64) << before) - 1)
+    bits = (bits << before) | ((tl.full([1], 1, tl.uint64) << before) - 1)
+    column = tl.arange(0, BLOCK_N)[None, :]
+    half = bits.to(tl.uint32)[:, None]
+    if BLOCK_N == 64:
+        half = tl.where(column < 32, half, (bits >> 32).to(tl.uint32)[:, None])
+    return ((half >> (column % 32).to(tl.uint32)) & 1) != 0
 
 
 @triton.jit
@@ -99,62 +103,56 @@ def _attend_tile(
     # [BLOCK_N]
     o_n = n_start + tl.arange(0, BLOCK_N)
     m_n = (o_n >= lo) & (o_n < hi)
-    if PAGE > 0:
-        i_page = o_n // PAGE
-        i_slot = o_n % PAGE
+    # n_start is a multiple of BLOCK_N: with pages of a power of two a key's slot in its page is the same in every tile
+    if PAGE >= BLOCK_N:
+        i_page = n_start // PAGE
+        i_slot = n_start % PAGE + tl.arange(0, BLOCK_N)
+    elif PAGE > 0:
+        i_page = n_start // PAGE + tl.arange(0, BLOCK_N) // PAGE
+        i_slot = tl.arange(0, BLOCK_N) % PAGE
     else:
         i_page = o_n // page_size
         i_slot = o_n % page_size
-    if MASKED:
+    if MASKED and PAGE < BLOCK_N:
         page = tl.load(page_ptr + i_page * stride_table_page, mask=m_n, other=0).to(tl.int64)
-        m_k = m_n[:, None] & (o_d < D)
-        m_v = m_n[:, None] & (o_v < D_V)
     else:
         page = tl.load(page_ptr + i_page * stride_table_page).to(tl.int64)
-        m_k = o_d < D
-        m_v = o_v < D_V
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_V]
-    o_k = (page * stride_k_page + i_slot.to(tl.int64) * stride_k_slot)[:, None] + o_d
-    o_value = (page * stride_v_page + i_slot.to(tl.int64) * stride_v_slot)[:, None] + o_v
-    if MASKED or D < BLOCK_D:
-        b_k = tl.load(k_ptr + o_k, mask=m_k, other=0.0)
+    o_k = (page * stride_k_page + i_slot * stride_k_slot)[:, None] + o_d
+    o_value = (page * stride_v_page + i_slot * stride_v_slot)[:, None] + o_v
+    if MASKED:
+        b_k = tl.load(k_ptr + o_k, mask=m_n[:, None] & (o_d < D), other=0.0)
+        b_v = tl.load(v_ptr + o_value, mask=m_n[:, None] & (o_v < D_V), other=0.0)
     else:
-        b_k = tl.load(k_ptr + o_k)
-    if MASKED or D_V < BLOCK_V:
-        b_v = tl.load(v_ptr + o_value, mask=m_v, other=0.0)
-    else:
-        b_v = tl.load(v_ptr + o_value)
+        b_k = tl.load(k_ptr + o_k, mask=o_d < D, other=0.0) if D < BLOCK_D else tl.load(k_ptr + o_k)
+        b_v = tl.load(v_ptr + o_value, mask=o_v < D_V, other=0.0) if D_V < BLOCK_V else tl.load(v_ptr + o_value)
 
-    # [BLOCK_M, BLOCK_N] scores in powers of two
+    # [BLOCK_M, BLOCK_N] raw scores; exponents in powers of two are s * to_log2, scaled inside one multiply-add
     b_s = tl.dot(b_q, tl.trans(_dot_operand(b_k, INTERPRETED)), input_precision="ieee")
+    to_log2 = scale * LOG2_E
     if SOFTCAP:
-        b_s = softcap * _tanh(b_s * scale / softcap) * LOG2_E
-    else:
-        b_s = b_s * (scale * LOG2_E)
+        b_s = softcap * _tanh(b_s * scale / softcap)
+        to_log2 = LOG2_E
     if MASKED:
         visible = m_n[None, :] & m_row[:, None]
         if TREE:
-            tl.static_assert(BLOCK_N <= 64)
-            bits = _tree_bits(mask_ptr, o_mask, stride_mask_word, m_row, n_start - (K - tail), WORDS)
-            column = tl.arange(0, BLOCK_N).to(tl.uint64)
-            visible = visible & (((bits[:, None] >> column[None, :]) & 1) != 0)
+            visible = visible & _tree_visible(
+                mask_ptr, o_mask, stride_mask_word, m_row, n_start - (K - tail), WORDS, BLOCK_N
+            )
         if LEFT:
             visible = visible & (o_n[None, :] >= i_pos[:, None] - left)
         if RIGHT:
             visible = visible & (o_n[None, :] <= i_pos[:, None] + right)
         b_s = tl.where(visible, b_s, NEG_INF)
 
-    new_max = tl.maximum(b_max, tl.max(b_s, 1))
+    new_max = tl.maximum(b_max, tl.max(b_s, 1) * to_log2)
     shift = tl.where(new_max == NEG_INF, 0.0, new_max)
     keep = tl.exp2(b_max - shift)
-    b_p = tl.exp2(b_s - shift[:, None])
+    b_p = tl.exp2(b_s * to_log2 - shift[:, None])
     b_sum = b_sum * keep + tl.sum(b_p, 1)
     b_acc = b_acc * keep[:, None]
     b_acc = tl.dot(
-        b_p if INTERPRETED else b_p.to(b_v.dtype),
-        _dot_operand(b_v, INTERPRETED),
-        b_acc,
-        input_precision="ieee",
+        b_p if INTERPRETED else b_p.to(b_v.dtype), _dot_operand(b_v, INTERPRETED), b_acc, input_precision="ieee"
     )
     return b_acc, new_max, b_sum
 
@@ -162,11 +160,11 @@ def _attend_tile(
 @triton.jit
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, page_table_ptr, lengths_ptr, rows_ptr, mask_ptr, tails_ptr, o_ptr, lse_ptr, reads_ptr,
-    scale, softcap, left, right, page_size, tiles_per_request,
+    sign, scale, softcap, left, right, page_size, tiles_per_request,
     stride_q_t, stride_q_h, stride_k_page, stride_k_slot, stride_k_h, stride_v_page, stride_v_slot, stride_v_h,
     stride_table, stride_table_page, stride_mask, stride_mask_word,
     stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
-    D: tl.constexpr, D_V: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr,
     SOFTCAP: tl.constexpr, READS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
@@ -193,7 +191,8 @@ def _attention_kernel(
             mask=m_row[:, None] & (o_d < D),
             other=0.0,
         )
-        b_q = _dot_operand(b_q, INTERPRETED)
+        # the sign of the scale goes into q, exactly, so that the largest raw score is the largest scaled one
+        b_q = _dot_operand((b_q.to(tl.float32) * sign).to(b_q.dtype), INTERPRETED)
 
         tail = Q
         if TAILS:
@@ -214,30 +213,35 @@ def _attention_kernel(
         b_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        k_ptr += i_kv.to(tl.int64) * stride_k_h
-        v_ptr += i_kv.to(tl.int64) * stride_v_h
+        # strides come in units that keep rows 16-byte aligned, which is what wide loads are proved from
+        k_page = stride_k_page.to(tl.int64) * UNIT
+        k_slot = stride_k_slot.to(tl.int64) * UNIT
+        v_page = stride_v_page.to(tl.int64) * UNIT
+        v_slot = stride_v_slot.to(tl.int64) * UNIT
+        p_k = k_ptr + i_kv * (stride_k_h.to(tl.int64) * UNIT)
+        p_v = v_ptr + i_kv * (stride_v_h.to(tl.int64) * UNIT)
         page_ptr = page_table_ptr + i_r.to(tl.int64) * stride_table
         o_mask = i_t * stride_mask
         if LEFT:
             for t in tl.range(t_lo, f_lo, num_stages=1):
                 b_acc, b_max, b_sum = _attend_tile(
-                    b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
+                    b_q, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
                     t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
-                    stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
+                    k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
                     D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
         for t in tl.range(f_lo, f_hi, num_stages=STAGES):
             b_acc, b_max, b_sum = _attend_tile(
-                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
+                b_q, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
                 t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
-                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
+                k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
                 D, D_V, WORDS, PAGE, False, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
         for t in tl.range(f_hi, t_hi, num_stages=1):
             b_acc, b_max, b_sum = _attend_tile(
-                b_q, b_acc, b_max, b_sum, k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
+                b_q, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
                 t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
-                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
+                k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
                 D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
@@ -247,9 +251,7 @@ def _attention_kernel(
         b_lse = tl.where(empty, NEG_INF, (b_max + tl.log2(tl.where(empty, 1.0, b_sum))) * LN_2)
         o_v = tl.arange(0, BLOCK_V)[None, :]
         o_o = (i_t * stride_o_t + i_split * stride_o_s + i_h * stride_o_h)[:, None] + o_v
-        tl.store(
-            o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & (o_v < D_V)
-        )
+        tl.store(o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & (o_v < D_V))
         tl.store(lse_ptr + i_t * stride_l_t + i_split * stride_l_s + i_h * stride_l_h, b_lse, mask=m_row)
         if READS:
             loaded = tl.minimum(hi, t_hi * BLOCK_N) - tl.maximum(lo, t_lo * BLOCK_N)
@@ -277,9 +279,7 @@ def run_passes(
     lse = torch.empty((T, H_q), dtype=torch.float32, device=q.device)
     if T == 0:
         return o, lse
-    tiles = [
-        tile_for(one.max_seqlen_q * (H_q // one.k_cache.shape[2]), max(D, D_v), q.dtype) for one in passes
-    ]
+    tiles = [tile_for(one.max_seqlen_q * (H_q // one.k_cache.shape[2]), max(D, D_v), q.dtype) for one in passes]
     if num_splits is None:
         splits = [_splits(q, one, tile) for one, tile in zip(passes, tiles, strict=True)]
     else:
@@ -292,9 +292,7 @@ def run_passes(
         part_lse = torch.empty((T, parts, H_q), dtype=torch.float32, device=q.device)
     at = 0
     for one, tile, n in zip(passes, tiles, splits, strict=True):
-        _launch(
-            q, one, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n], softmax_scale, softcap, reads
-        )
+        _launch(q, one, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n], softmax_scale, softcap, reads)
         at += n
     if parts > 1:
         merge_many(part_o, part_lse, o, lse)
@@ -315,9 +313,7 @@ def _splits(q: torch.Tensor, one: Pass, tile: Tile) -> int:
     return splits_for(programs, one.page_table.shape[1] * page_size, tile, num_sms)
 
 
-def _launch(
-    q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float, softcap: float, reads
-) -> None:
+def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float, softcap: float, reads) -> None:
     """One pass into o [T, splits, H_q, D_v] and lse [T, splits, H_q]."""
     H_q, D = q.shape[1:]
     page_size, H_kv = one.k_cache.shape[1:3]
@@ -327,13 +323,15 @@ def _launch(
     # lengths stand in for an argument that a constexpr switches off
     mask = one.tree_mask if one.tree_mask is not None else lengths[:, None]
     tails = one.tail_seqlens.contiguous() if one.tail_seqlens is not None else lengths
+    unit, cache_strides = _stride_units(one.k_cache, one.v_cache)
+    sign = (softmax_scale > 0) - (softmax_scale < 0)
     _attention_kernel[(len(lengths) * tiles, H_kv, splits)](
         q, one.k_cache, one.v_cache, one.page_table, lengths, rows, mask, tails, o, lse,
         reads if reads is not None else lengths,
-        softmax_scale, softcap, *one.window_size, page_size, tiles,
-        *q.stride()[:2], *one.k_cache.stride()[:3], *one.v_cache.stride()[:3],
+        float(sign), abs(softmax_scale) if sign else 1.0, softcap, *one.window_size, page_size, tiles,
+        *q.stride()[:2], *cache_strides,
         *one.page_table.stride(), *mask.stride(), *o.stride()[:3], *lse.stride(),
-        D=D, D_V=D_v, GROUP=H_q // H_kv, WORDS=mask.shape[1],
+        D=D, D_V=D_v, UNIT=unit, GROUP=H_q // H_kv, WORDS=mask.shape[1],
         PAGE=page_size if page_size & (page_size - 1) == 0 and page_size <= 1024 else 0,
         SPLITS=splits, LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
         TREE=one.tree_mask is not None, TAILS=one.tail_seqlens is not None,
@@ -342,3 +340,15 @@ def _launch(
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(D_v)),
         STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
+
+
+def _stride_units(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, list[int]]:
+    """Cache strides in units of 16 bytes where rows are aligned to that, else in elements.
+
+    A stride argument alone proves alignment only when it is a multiple of 16 elements; a row of 264 is not.
+    """
+    strides = [*k_cache.stride()[:3], *v_cache.stride()[:3]]
+    unit = 16 // k_cache.element_size()
+    if any(s % unit for s in strides) or k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
+        unit = 1
+    return unit, [s // unit for s in strides]
