@@ -545,7 +545,7 @@ def test_addresses_are_64_bit(backend, device, loads, which, tmp_path):
     """Strides whose offsets pass 2**31 elements, in memory that is mapped but almost never touched."""
     if device.type != "cpu":
         pytest.skip("the sparse memory lives on the CPU")
-    far = 2**30
+    far = 2**31
     memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=3 * far + 4096, dtype=torch.bfloat16)
     case = attention_case([1, 3], [4, 3], heads=(4, 4), dim=8, page=4, dtype=torch.bfloat16, seed=7)
     assert case.page_table[:, 0].tolist() == [3, 2]

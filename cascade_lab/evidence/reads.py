@@ -76,26 +76,33 @@ class TensorRecord:
                 weights = (weights[:, None] + step * weight).ravel()
             self._table, first = np.unique(offsets, return_index=True)
             self._table_index = weights[first]
-        self._seen = {"load": np.zeros(tensor.numel(), np.uint8), "store": np.zeros(tensor.numel(), np.uint8)}
+        self._numel = tensor.numel()
+        self._seen: dict[str, np.ndarray] = {}
         self._rows: dict[Program, list[np.ndarray]] = {}
 
     @property
     def distinct_bytes(self) -> int:
-        return int(np.unpackbits(self._seen["load"]).sum())
+        return int(np.unpackbits(self._flags("load")).sum())
 
     @property
     def distinct_stored_bytes(self) -> int:
-        return int(np.unpackbits(self._seen["store"]).sum())
+        return int(np.unpackbits(self._flags("store")).sum())
 
     @property
     def rows(self) -> np.ndarray:
         """Distinct rows of which at least one byte was loaded, ascending, int64."""
         width = self.shape[-1] if self.shape else 1
-        return np.flatnonzero(self._seen["load"].reshape(-1, max(width, 1)).any(1))
+        return np.flatnonzero(self._flags("load").reshape(-1, max(width, 1)).any(1))
 
     def rows_by_program(self) -> dict[Program, np.ndarray]:
         """Distinct rows each program loaded, in launch order; programs that loaded nothing are absent."""
         return {program: np.unique(np.concatenate(parts)) for program, parts in self._rows.items()}
+
+    def _flags(self, kind: str) -> np.ndarray:
+        """Per logical element one bit for each of its bytes that was loaded or stored; made on first use."""
+        if kind not in self._seen:
+            self._seen[kind] = np.zeros(self._numel, np.uint8)
+        return self._seen[kind]
 
     def _locate(self, addresses: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Per access of `width <= itemsize` bytes: is it inside, its logical element, its byte within it."""
@@ -125,7 +132,7 @@ class TensorRecord:
             self.loaded_bytes += count
             row = element // self.shape[-1] if self.shape else element
             self._rows.setdefault(program, []).append(np.unique(row))
-        seen = self._seen[kind]
+        seen = self._flags(kind)
         if width == self.itemsize:
             seen[element] = (1 << width) - 1
         else:
@@ -216,9 +223,7 @@ class Record:
             if name in self.tensors:
                 raise ValueError(f"{name}: already registered")
             if tensor.device.type != "cpu":
-                raise ValueError(
-                    f"{name}: the interpreter works on CPU memory, given a tensor on {tensor.device}"
-                )
+                raise ValueError(f"{name}: the interpreter works on CPU memory, given a tensor on {tensor.device}")
             self._insert(name, tensor, anonymous=False)
 
     def _insert(self, name: str, tensor: Tensor, anonymous: bool) -> None:
@@ -228,9 +233,7 @@ class Record:
         memory = tensor.untyped_storage()
         storage = self._storages.get(memory.data_ptr())
         if storage is None:
-            storage = _Storage(
-                memory.data_ptr(), memory.data_ptr() + memory.nbytes(), tensor, anonymous=anonymous
-            )
+            storage = _Storage(memory.data_ptr(), memory.data_ptr() + memory.nbytes(), tensor, anonymous=anonymous)
             self._storages[storage.start] = storage
             insort(self._starts, storage.start)
         elif storage.anonymous and not anonymous:
@@ -241,11 +244,7 @@ class Record:
         storage.tensors.append(entry)
 
     def _allocate(self, operation: str, tensor: Tensor) -> None:
-        if (
-            tensor.numel()
-            and tensor.device.type == "cpu"
-            and tensor.untyped_storage().data_ptr() not in self._storages
-        ):
+        if tensor.numel() and tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in self._storages:
             self._insert(f"{operation}:{self._allocations[operation]}", tensor.detach(), anonymous=True)
             self._allocations[operation] += 1
 
@@ -268,9 +267,7 @@ class Record:
             for entry in storage.tensors if storage else ():
                 piece = min(width, entry.itemsize)
                 parts = (
-                    left
-                    if piece == width
-                    else (left[:, None] + np.arange(0, width, piece, dtype=np.uint64)).ravel()
+                    left if piece == width else (left[:, None] + np.arange(0, width, piece, dtype=np.uint64)).ravel()
                 )
                 inside, element, byte = entry._locate(parts, piece)
                 whole = inside if piece == width else inside.reshape(left.size, -1).all(1)
@@ -339,9 +336,7 @@ class _Allocations(TorchDispatchMode):
                 elif output.dtype != torch.bool:
                     output.fill_(torch.iinfo(output.dtype).max)
             inputs = (
-                a.untyped_storage().data_ptr()
-                for a in args
-                if isinstance(a, Tensor) and a.layout == torch.strided
+                a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.layout == torch.strided
             )
             if operation == "lift_fresh" or output.untyped_storage().data_ptr() not in inputs:
                 self.record._allocate(operation, output)
@@ -396,9 +391,7 @@ def record_loads(**tensors: Tensor | None) -> Iterator[Record]:
 
     def access(kind: str, self, pointers, mask) -> None:
         record._grid_index = tuple(self.grid_idx)
-        record._access(
-            kind, pointers.data, mask if isinstance(mask, np.ndarray) else mask.data, width(pointers)
-        )
+        record._access(kind, pointers.data, mask if isinstance(mask, np.ndarray) else mask.data, width(pointers))
 
     def create_masked_load(self, ptrs, mask, *args, **kwargs):
         access("load", self, ptrs, mask)
