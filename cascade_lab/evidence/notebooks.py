@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING
 from cascade_lab.evidence import canonical
 from cascade_lab.evidence.claims import FAILS, VERDICTS, gather, print_table
 from cascade_lab.evidence.execution import execute, load
+from cascade_lab.evidence.figures import FOLDER as FIGURES_FOLDER
 from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-# Read by cascade_lab.evidence.figures: where pictures are saved besides being shown.
-FIGURES_VARIABLE = "CASCADE_LAB_FIGURES"
 CLAIMS_FILE = "claims.json"
 CELL_TIMEOUT, START_TIMEOUT = 120, 60
 # Committed outputs come from one place that every machine has.
@@ -140,7 +139,7 @@ def run(
                     path,
                     parameters or {},
                     scratch=scratch,
-                    environment={FIGURES_VARIABLE: str(figures)},
+                    environment={FIGURES_FOLDER: str(figures)},
                     cell_timeout=cell_timeout,
                     start_timeout=start_timeout,
                     progress_bar=_on_terminal(),
@@ -269,7 +268,7 @@ def _rerun(paths: Iterable[Path], scratch: Path, cell_timeout: int) -> tuple[dic
                 path,
                 {},
                 scratch=place,
-                environment=_ON_CPU | {FIGURES_VARIABLE: str(scratch / "figures")},
+                environment=_ON_CPU | {FIGURES_FOLDER: str(scratch / "figures")},
                 cell_timeout=cell_timeout,
                 progress_bar=_on_terminal(),
             )
