@@ -265,9 +265,9 @@ class VerifyBatch:
             if isinstance(n, bool) or not (hasattr(n, "__index__") or (n is None and name == "num_pages")):
                 raise TypeError(f"{name}: expected an integer, given {n!r}")
         self.trees = tuple(trees)
-        self.page_size = page_size
+        self.page_size = page_size = int(page_size)
         self.rows = rows
-        self.shared_prefix_len = shared_prefix_len
+        self.shared_prefix_len = shared_prefix_len = int(shared_prefix_len)
         self.device = torch.device(device)
         self._prefix = np.asarray([int(n) for n in prefix_lens], np.int64)
         self._nodes = np.asarray([0 if tree is None else tree.size for tree in trees], np.int64)

@@ -83,13 +83,12 @@ def cascade_attention(
     runtime.check_is_tensor("q", q)
     backend = runtime.pick_backend(backend, q)
     check_heads(q, k_cache, v_cache, backend)
-    if window_size is not None and tuple(window_size) not in ((-1, -1), (None, None)):
+    if window_size not in (None, (-1, -1), [-1, -1], (None, None)):
         raise ValueError(
             f"window_size: expected (-1, -1), for a window moves with each row and levels are shared by rows, "
-            f"given {tuple(window_size)}; run one attention() per request instead"
+            f"given {window_size}; run one attention() per request instead"
         )
-    if len(levels) == 0:
-        raise ValueError("levels: expected at least one Level, given none")
+    _check_levels(levels)
     passes = []
     for i, level in enumerate(levels):
         try:
@@ -121,6 +120,16 @@ def cascade_attention(
     )
 
 
+def _check_levels(levels: Sequence[Level]) -> None:
+    if not isinstance(levels, Sequence):
+        raise TypeError(f"levels: expected a sequence of Level, given {type(levels).__name__}")
+    if len(levels) == 0:
+        raise ValueError("levels: expected at least one Level, given none")
+    for i, level in enumerate(levels):
+        if not isinstance(level, Level):
+            raise TypeError(f"levels[{i}]: expected a Level, given {type(level).__name__}")
+
+
 def _at_granularity(
     k_cache: torch.Tensor, v_cache: torch.Tensor, level: Level
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,10 +143,13 @@ def _at_granularity(
         raise ValueError(f"page_size: expected a divisor of the cache's page size {coarse}, given {fine!r}")
     if fine == coarse:
         return k_cache, v_cache, level.page_table
-    pitches = {x.stride(0) / x.stride(1) for x in (k_cache, v_cache)}
-    if pitches == {coarse}:
-        k, v = (x.view(-1, fine, *x.shape[2:]) for x in (k_cache, v_cache))
+    runtime.check_is_tensor("page_table", level.page_table)
+    caches = (k_cache, v_cache)
+    if len(k_cache) <= 1 or all(x.stride(0) == coarse * x.stride(1) for x in caches):
+        k, v = (x.view(len(x) * coarse // fine, fine, *x.shape[2:]) for x in caches)
         return k, v, level.page_table
+    # a token stride of 0 repeats one token, and no distance can be counted in it
+    pitches = {x.stride(0) / x.stride(1) if x.stride(1) else 0 for x in caches}
     pitch = pitches.pop()
     if pitches or pitch % fine or pitch < coarse:
         raise ValueError(
@@ -148,9 +160,7 @@ def _at_granularity(
     if runtime.checks_enabled() and level.page_table.dim() == 2 and len(level.cache_seqlens) == len(level.page_table):
         paging.check_page_table(level.page_table, level.cache_seqlens, k_cache.shape[0] * coarse // fine, fine)
     pages = max(0, (k_cache.shape[0] - 1) * pitch + coarse) // fine
-    k, v = (
-        x.as_strided((pages, fine, *x.shape[2:]), (fine * x.stride(1), *x.stride()[1:])) for x in (k_cache, v_cache)
-    )
+    k, v = (x.as_strided((pages, fine, *x.shape[2:]), (fine * x.stride(1), *x.stride()[1:])) for x in caches)
     slot = level.page_table.long() * fine
     return k, v, ((slot // coarse * pitch + slot % coarse) // fine).to(torch.int32)
 
@@ -226,14 +236,13 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         Ledger of Python integers. A request without query rows counts in no term.
 
     Raises:
-        ValueError: head counts that do not divide.
+        TypeError, ValueError: no level, or head counts that do not divide.
     """
     if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise ValueError(
             f"num_q_heads: expected a positive multiple of num_kv_heads = {num_kv_heads}, given {num_q_heads}"
         )
-    if len(levels) == 0:
-        raise ValueError("levels: expected at least one Level, given none")
+    _check_levels(levels)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     parts, spans = [], []
     for level in levels:

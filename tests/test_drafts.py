@@ -5,6 +5,7 @@ from __future__ import annotations
 import random as python_random
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 
@@ -350,6 +351,13 @@ def test_wrong_batches_are_named(arguments, error, message):
         VerifyBatch(**good | arguments)
 
 
+def test_sizes_may_be_numpy_integers():
+    batch = VerifyBatch(np.array([9, 4]), [DraftTree(CHAIN)] * 2, np.int64(4), shared_prefix_len=np.int32(4))
+    assert [(level.page_size, type(level.page_size)) for level in batch.levels("cascade")] == [
+        (4, int), (4, int), (1, int)
+    ]  # fmt: skip
+
+
 def test_unknown_plans_and_requests_are_named():
     batch = VerifyBatch([3], [DraftTree(CHAIN)], 4)
     with pytest.raises(ValueError, match=r"plan: expected one of \('naive', 'cascade', 'fused'\), given 'tree'"):
@@ -427,12 +435,11 @@ def test_draft_tables_are_as_wide_as_the_paths_they_hold(backend, device, loads,
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
-    ("prefix_lens", "forests"),
-    [([], []), ([5, 0], [None, None]), ([0], [None])],
-    ids=["no requests", "no drafts", "nothing at all"],
+    ("prefix_lens", "shared"), [([], 0), ([5, 0], 0), ([0], 0), ([9, 4], 4)], ids=["nobody", "drafts", "all", "own"]
 )
-def test_a_batch_without_rows_has_levels_without_rows(backend, device, loads, plan, prefix_lens, forests):
-    case = verify_case(prefix_lens, forests, device=device)
+def test_a_batch_without_rows_has_levels_without_rows(backend, device, loads, plan, prefix_lens, shared):
+    """Without requests, without drafts, without a page in the cache: a state of no rows."""
+    case = verify_case(prefix_lens, [None] * len(prefix_lens), shared=shared, spare_pages=0, device=device)
     state = run_levels(case, case.batch.levels(plan), backend, loads)
     assert state.o.shape == (0, 4, 16)
     assert state.lse.shape == (0, 4)

@@ -12,6 +12,7 @@ import torch
 from cascade_lab import DraftTree, Level, State, VerifyBatch, attention, cascade_attention, ledger
 from cascade_lab.drafts import PLANS
 from cascade_lab.evidence.reference import assert_state_close, attention_oracle, visible_keys
+from cascade_lab.paging import split_kv_cache
 from tests.cases import attention_case, int32, offsets, poisoned_cache, random, run
 from tests.verify import (
     CHAIN,
@@ -73,7 +74,10 @@ def test_options_hold_for_every_level(backend, device, loads, plan, options):
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
 def test_splits_of_long_levels_join_the_same_reduction(backend, device, loads, num_splits):
     case = verify_case([150, 70], [FORK, CHAIN], heads=(2, 1), page=16, device=device)
-    check_levels(case, case.batch.levels("cascade"), backend, loads, num_splits=num_splits)
+    levels = case.batch.levels("cascade")
+    counted = torch.zeros(1, dtype=torch.int64, device=device)
+    check_levels(case, levels, backend, loads, num_splits=num_splits, reads=counted)
+    assert counted.tolist() == [ledger(levels).kv_tokens] == [150 + 70 + 11 + 6]
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -124,10 +128,11 @@ def test_storage_order_moves_rows_and_nothing_else(plan):
         assert_state_close(State(state.o[back], state.lse[back]), first)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+# the other plans have no mask, and would interpret 70 programs for nothing
+@pytest.mark.parametrize(
+    ("backend", "plan"), [*(("torch", plan) for plan in PLANS), ("triton", "fused")], indirect=["backend"]
+)
 def test_trees_of_more_than_64_nodes(backend, device, loads, plan):
-    if backend == "triton" and plan != "fused":
-        pytest.skip("only the fused plan has a mask; the others would interpret 70 programs for nothing")
     parents = [(i - 1) // 2 if i else -1 for i in range(70)][::-1]
     parents = [-1 if p < 0 else 69 - p for p in parents]
     case = verify_case([3, 2], [parents, CHAIN], heads=(1, 1), device=device)
@@ -161,6 +166,16 @@ def test_pages_too_far_apart_to_number_are_refused():
     k_cache = poisoned_cache(len(case.k_cache), 8, 2, 16, torch.float32, "cpu", "packed")[:, :4]
     with pytest.raises(ValueError, match=r"levels\[1\] 'draft': k_cache, v_cache: expected both with pages the same"):
         cascade_attention(case.q, k_cache, case.v_cache, case.batch.levels("cascade"))
+
+
+def test_a_cache_of_one_page_has_no_distance_between_pages(backend, device, loads):
+    """The stride of a dimension of size 1 means nothing, and may be anything."""
+    case = verify_case([2], [[-1]], page=4, spare_pages=0, device=device)
+    apart = random(3, 10, 2, 16, seed=0, device=device)
+    k_cache = torch.as_strided(apart, (1, 4, 2, 16), (333, 32, 16, 1)).copy_(case.k_cache)
+    assert k_cache.stride(0) == 333
+    state = cascade_attention(case.q, k_cache, case.v_cache, case.batch.levels("cascade"), backend=backend)
+    assert_state_close(state, case.oracle())
 
 
 def test_rows_without_keys_and_padding_requests(backend, device, loads):
@@ -245,6 +260,25 @@ def test_gradients_equal_those_of_the_unrolled_paths(plan):
             expected.index_add_(0, slots, dense_grad[row, : len(slots)])
         torch.testing.assert_close(grad.view(-1, 2, 16), expected)
         assert (grad.view(-1, 2, 16)[seen] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_reach_interleaved_caches(plan):
+    """Through views that step over the gaps between pages, as through packed pages."""
+    grads = []
+    for interleaved in (False, True):
+        case = verify_case([6, 3], [FORK, CHAIN], interleaved=interleaved, dtype=torch.float64)
+        if interleaved:
+            leaf = torch.stack((case.k_cache, case.v_cache), dim=1).requires_grad_()
+            k_cache, v_cache = split_kv_cache(leaf)
+        else:
+            leaf = torch.stack((case.k_cache, case.v_cache)).requires_grad_()
+            k_cache, v_cache = leaf
+        state = cascade_attention(case.q, k_cache, v_cache, case.batch.levels(plan), backend="torch")
+        (state.o.sin().sum() + state.lse.sin().sum()).backward()
+        grads.append(leaf.grad.transpose(0, 1) if interleaved else leaf.grad)
+    assert grads[0].abs().sum() > 0
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -541,17 +575,30 @@ def test_a_bad_level_is_named_with_its_argument(backend, which, changes, error, 
 def test_a_window_together_with_levels_is_refused(backend):
     case = verify_case([3], [[-1, 0]], page=4)
     arguments = (case.q, case.k_cache, case.v_cache, case.batch.levels("cascade"))
-    for window in ((3, 0), (0, -1), (-1, 0)):
+    for window in ((3, 0), (0, -1), (-1, 0), [0, 0]):
         with pytest.raises(ValueError, match=r"window_size: expected \(-1, -1\), for a window moves with each row"):
             cascade_attention(*arguments, window_size=window, backend=backend)
     unlimited = cascade_attention(*arguments, window_size=None, backend=backend)
-    assert torch.equal(unlimited.o, cascade_attention(*arguments, window_size=(-1, -1), backend=backend).o)
+    for window in ((-1, -1), [-1, -1], (None, None)):
+        assert torch.equal(unlimited.o, cascade_attention(*arguments, window_size=window, backend=backend).o)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (lambda c: {"levels": []}, ValueError, "levels: expected at least one Level, given none"),
+        (
+            lambda c: {"levels": c.batch.levels("fused")[0]},
+            TypeError,
+            "levels: expected a sequence of Level, given Level",
+        ),
+        (lambda c: {"levels": [c.q]}, TypeError, r"levels\[0\]: expected a Level, given Tensor"),
+        (
+            lambda c: {"levels": broken(c, 1, page_table=[[0]])},
+            TypeError,
+            r"levels\[1\] 'draft': page_table: expected a",
+        ),
+        (lambda c: {"window_size": 3}, ValueError, r"window_size: expected \(-1, -1\).* given 3"),
         (
             lambda c: {"q": c.q[:, :3]},
             ValueError,
