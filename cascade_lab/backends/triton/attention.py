@@ -165,9 +165,9 @@ def _attention_kernel(
     stride_table, stride_table_page, stride_mask, stride_mask_word,
     stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
     D: tl.constexpr, D_V: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr,
-    SOFTCAP: tl.constexpr, READS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+    TAILS: tl.constexpr, SOFTCAP: tl.constexpr, READS: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # the last row tile of a request reads the most keys when causal, so it starts first
     i_r = tl.program_id(0) // tiles_per_request
