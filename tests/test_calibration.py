@@ -1,6 +1,5 @@
 """Fits of prefill times: made-up kernels whose law is known, then the public measurements where they are at hand."""
 
-import csv
 import json
 import math
 import random
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from cascade_lab.calibration import FEATURES, calibrate, feature_errors
+from cascade_lab.evidence import recorded
 
 PREFIXES = (0, 256, 1024, 4096, 16384, 65536)
 NEW = (64, 256, 1024, 2048, 8192)
@@ -127,3 +127,107 @@ def test_bad_samples_are_refused(fit, data, message):
 def test_samples_may_be_an_array_or_an_iterator():
     data = samples(lambda L, x: 1 + 1e-6 * (2 * L * x + x * x))
     assert calibrate(np.array(data)) == calibrate(iter(data)) == calibrate(data)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data" / "aic"
+
+
+def same(found, expected):
+    """Equal but for the last of the kept digits, which linear algebra libraries may round differently."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found == pytest.approx(expected, rel=0.011) if isinstance(expected, float) else found == expected
+
+
+def test_recorded_summary_follows_from_the_public_data():
+    if not DATA.is_dir():
+        pytest.skip("the public measurements are not beside the checkout")
+    record = recorded.load("aic_calibration")
+    record.pop("date")
+    assert same(json.loads(json.dumps(recorded.summarise(DATA))), record)
+
+
+def test_recorded_summary_names_its_source():
+    record = recorded.load("aic_calibration")
+    assert record["source"]["repository"] == "ai-dynamo/aiconfigurator"
+    assert record["source"]["licence"] == "Apache-2.0"
+    assert record["devices"] == ["b200_sxm", "h100_sxm", "h200_sxm"]
+    assert len(record["indexer kernels"]) == 3 * 2 * 3
+    assert (ROOT / "figures" / "measured" / "aic_calibration.json").stat().st_size < 32_000
+
+
+def recorded_kernels(name):
+    kernels = recorded.load("aic_calibration")["indexer kernels"]
+    return [
+        kernel for kernel in kernels if kernel["kernel"].endswith(name) and kernel["attention shapes"]["shapes"] > 50
+    ]
+
+
+def test_ragged_indexer_follows_the_triangle():
+    """Five to eight percent off as a triangle, three times as much as a rectangle, on all three devices."""
+    kernels = recorded_kernels("fp8_mqa_logits")
+    assert len(kernels) == 9
+    for kernel in kernels:
+        errors = kernel["attention shapes"]["single features"]
+        assert errors["triangle"] < 0.08 < 0.2 < errors["rectangle"] < errors["new tokens squared"]
+        assert kernel["attention shapes"]["form"] == "area"
+        for ratios in kernel["ratios"].values():
+            assert ratios["0.5"] == pytest.approx(0.75, abs=0.06)
+
+
+def test_paged_indexer_follows_the_rectangle():
+    kernels = recorded_kernels("fp8_paged_mqa_logits")
+    assert len(kernels) == 6
+    for kernel in kernels:
+        errors = kernel["attention shapes"]["single features"]
+        assert errors["rectangle"] < errors["triangle"]
+        for ratios in kernel["ratios"].values():
+            assert ratios["0.5"] < 0.54
+
+
+def test_whole_modules_fall_almost_linearly():
+    modules = recorded.load("aic_calibration")["modules"]
+    assert len(modules) == 6
+    assert all(0.49 < module["ratios"]["0.5"] < 0.56 for module in modules)
+
+
+def test_windowed_attention_grows_linearly_and_dense_attention_faster():
+    dense, window = recorded.load("aic_calibration")["without prefix"]
+    growth = [math.log2(kind["times"]["16384"] / kind["times"]["4096"]) / 2 for kind in (dense, window)]
+    assert (dense["window"], window["window"]) == (0, 128)
+    assert growth == pytest.approx([1.83, 0.88], abs=0.01)
+
+
+def write_grid(path, rows):
+    text = "system,step,isl,latency\n" + "".join(f"{row}\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_grids_are_read_by_key_and_sorted(tmp_path):
+    path = write_grid(tmp_path / "grid.csv", ["a,8,4,0.5", "b,0,8,2.0", "a,0,4,0.25"])
+    assert recorded.read_grid(path, ("system",)) == {("a",): [(0, 4, 0.25), (8, 4, 0.5)], ("b",): [(0, 8, 2.0)]}
+    with pytest.raises(ValueError, match="two for"):
+        recorded.read_grid(write_grid(path, ["a,8,4,0.5", "a,8,4,0.6"]), ("system",))
+
+
+def test_hit_ratios_need_both_shapes():
+    times = [(0, 8, 4.0), (4, 4, 3.0), (6, 2, 1.0), (0, 16, 9.0)]
+    assert recorded.hit_ratios(times, 8) == {"0.5": 0.75, "0.75": 0.25}
+    assert recorded.hit_ratios(times, 16) == {}
+    assert recorded.hit_ratios(times[1:], 8) == {}
+
+
+def test_records_without_provenance_are_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "figures" / "measured"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert recorded.load("nothing_here") is None
+    (folder / "bare.json").write_text('{"source": "somewhere", "date": "2026-11-29"}')
+    with pytest.raises(ValueError, match="bare.json: .*devices missing"):
+        recorded.load("bare")
+    (folder / "bare.json").write_text('{"source": "somewhere", "date": "2026-11-29", "devices": ["one"]}')
+    assert recorded.load("bare")["devices"] == ["one"]
