@@ -12,7 +12,7 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.i
 
 def solutions(path):
     text = "\n".join(cell.source for cell in load(path).cells if cell.cell_type == "markdown")
-    return re.findall(r"<details>\n<summary>Solution</summary>\n\n(.*?)\n\n</details>", text, re.DOTALL)
+    return re.findall(r"<details>\s*<summary>Solution</summary>\n\n(.*?)\n\n</details>", text, re.DOTALL)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
