@@ -36,7 +36,7 @@ def branches(topk: int, steps: int) -> list[int]:
     return [-1 if i % steps == 0 else i - 1 for i in range(topk * steps)]
 
 
-def document_batch(batch: int, topk: int, length: int, steps: int, rows: str = "branch", page: int = 16) -> VerifyBatch:
+def branch_batch(batch: int, topk: int, length: int, steps: int, rows: str = "branch", page: int = 16) -> VerifyBatch:
     return VerifyBatch([length] * batch, [DraftTree.branches(topk, steps)] * batch, page, rows)
 
 
@@ -373,8 +373,8 @@ def test_small_tiles_read_the_prefix_once_per_tile(device, loads, backend):
 
 
 @pytest.mark.parametrize(("length", "steps", "naive", "cascade"), [(1000, 3, 4012, 1012), (2000, 5, 8020, 2020)])
-def test_the_documents_numbers(length, steps, naive, cascade):
-    batch = document_batch(1, 4, length, steps)
+def test_the_worked_numbers(length, steps, naive, cascade):
+    batch = branch_batch(1, 4, length, steps)
     assert ledger(batch.levels("naive")).kv_tokens == naive
     assert ledger(batch.levels("cascade")).kv_tokens == cascade
     assert ledger(batch.levels("fused")).kv_tokens == cascade
@@ -386,7 +386,7 @@ def test_the_documents_numbers(length, steps, naive, cascade):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_closed_forms(batch, topk, steps, page):
     for length in (0, 37, 64):
-        plans = document_batch(batch, topk, length, steps, page=page)
+        plans = branch_batch(batch, topk, length, steps, page=page)
         books = {plan: ledger(plans.levels(plan)) for plan in PLANS}
         assert books["naive"].kv_tokens == batch * topk * (length + steps)
         assert books["cascade"].kv_tokens == batch * length + batch * topk * steps
@@ -424,7 +424,7 @@ def test_one_row_per_node_reads_the_sum_of_depths(nodes):
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_disjoint_chains_with_rows_per_node_and_per_branch(rows):
-    batch = document_batch(1, 4, 10, 3, rows)
+    batch = branch_batch(1, 4, 10, 3, rows)
     expected = {"branch": 4 * 3, "node": 4 * 3 * 4 // 2}[rows]
     assert ledger(batch.levels("cascade")).levels[1].kv_tokens == expected
 
@@ -521,13 +521,13 @@ def test_tree_levels_count_only_set_bits_of_the_tail():
 
 
 def test_bytes_count_both_caches():
-    book = ledger(document_batch(2, 4, 100, 3).levels("cascade"), num_q_heads=8, num_kv_heads=2)
+    book = ledger(branch_batch(2, 4, 100, 3).levels("cascade"), num_q_heads=8, num_kv_heads=2)
     assert book.kv_bytes(64, torch.bfloat16) == (200 + 24) * 2 * 128 * 2
     assert book.kv_bytes(64, torch.float32, head_dim_v=32) == (200 + 24) * 2 * 96 * 4
 
 
 def test_bad_ledger_arguments_are_named():
-    levels = document_batch(1, 2, 4, 2).levels("cascade")
+    levels = branch_batch(1, 2, 4, 2).levels("cascade")
     with pytest.raises(ValueError, match="num_q_heads: expected a positive multiple of num_kv_heads = 2, given 3"):
         ledger(levels, num_q_heads=3, num_kv_heads=2)
     with pytest.raises(ValueError, match="num_q_heads: expected a positive multiple of num_kv_heads = 0"):

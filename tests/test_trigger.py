@@ -39,7 +39,7 @@ def branches(batch: int, topk: int, length: int, steps: int, rows: str = "branch
 
 
 BATCHES = {
-    "document": branches(1, 4, 1000, 3),
+    "worked": branches(1, 4, 1000, 3),
     "nodes": branches(3, 4, 130, 3, rows="node"),
     "one branch": branches(2, 1, 40, 5, rows="node"),
     "ragged": VerifyBatch([13, 0, 5, 16], [DraftTree(t) if t else None for t in (FORK, SHUFFLED, None, STAR)], 4),
@@ -96,7 +96,7 @@ def test_rows_times_group_fill_tiles():
 
 def test_seconds_by_hand():
     """L = 1000, topk = 4, S = 3, one head of 64 in 16 bits: 256 bytes a token, 512 bytes of queries or outputs."""
-    decision = should_cascade(BATCHES["document"], ROUND, num_q_heads=1, num_kv_heads=1, head_dim=64)
+    decision = should_cascade(BATCHES["worked"], ROUND, num_q_heads=1, num_kv_heads=1, head_dim=64)
     naive, cascade, fused = (decision.predictions[plan] for plan in PLANS)
     assert (naive.launches, cascade.launches, fused.launches) == (1, 3, 1)
     assert (naive.bytes, cascade.bytes, fused.bytes) == (4012 * 256, 1012 * 256, 1012 * 256)
@@ -112,12 +112,12 @@ def test_seconds_by_hand():
     assert not decision.cascade
     assert decision.plan == "fused"
     free = replace(ROUND, launch=0.0)
-    assert should_cascade(BATCHES["document"], free, num_q_heads=1, num_kv_heads=1, head_dim=64).cascade
+    assert should_cascade(BATCHES["worked"], free, num_q_heads=1, num_kv_heads=1, head_dim=64).cascade
 
 
 def test_matrix_products_count_what_exceeds_the_loads():
     slow = replace(ROUND, matmul_rate=1e9)
-    naive = should_cascade(BATCHES["document"], slow, num_q_heads=1, num_kv_heads=1, head_dim=64).predictions["naive"]
+    naive = should_cascade(BATCHES["worked"], slow, num_q_heads=1, num_kv_heads=1, head_dim=64).predictions["naive"]
     # 4012 keys x 16 padded rows x 2 x (64 + 64)
     assert naive.flops == 4012 * 16 * 256
     loads = (1012 * 256 + 512) / 1e9 + 3000 * 256 / 1e10
