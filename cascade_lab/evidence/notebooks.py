@@ -252,7 +252,8 @@ def to_html(notebook: NotebookNode, path: Path) -> str:
     """One page, pictures inside. Their alternative text is the output metadata {"image/png": {"alt": ...}}."""
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(template_name="lab", raw_template=_PAGE, embed_images=True)
+    # outputs are inside the page in any case; embed_images would rewrite Markdown and unfold the solutions
+    exporter = HTMLExporter(template_name="lab", raw_template=_PAGE)
     resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
     page, _ = exporter.from_notebook_node(notebook, resources=resources)
     return page
