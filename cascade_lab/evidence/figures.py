@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cascade_lab.evidence.reads import TensorRecord
     from cascade_lab.evidence.timing import Ratio
     from cascade_lab.levels import Ledger, Level
+    from cascade_lab.regions import Region
+    from cascade_lab.trigger import Decision, PublishedCase, RuleRow
 
 FOLDER = "CASCADE_LAB_FIGURES"
 SIZE = (6.4, 3.6)
@@ -38,6 +40,8 @@ SERIES = {
     "float16": {"color": GREEN, "linestyle": "--", "marker": "s"},
     "bfloat16": {"color": VERMILLION, "linestyle": "-.", "marker": "^"},
 }
+# colour and line of up to six laws in one picture
+_LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), ("#CC79A7", ":"), (BLACK, (0, (6, 1.5))), ("#E69F00", "-"))
 
 
 def style() -> AbstractContextManager[None]:
@@ -67,12 +71,12 @@ def style() -> AbstractContextManager[None]:
     )
 
 
-def show(fig: Figure, name: str, *, alt: str, caption: str) -> None:
+def show(fig: Figure, name: str | None, *, alt: str, caption: str) -> None:
     """Display a figure with its caption, save it if a folder is set, and release it.
 
     Args:
         fig: a figure of this module.
-        name: file name without extension.
+        name: file name without extension; None for a picture that no two runs draw alike, which goes into no file.
         alt: what a reader who cannot see the picture needs to know; stored as `alt` in the output's image metadata.
         caption: one Markdown sentence that states the reading.
 
@@ -87,7 +91,7 @@ def show(fig: Figure, name: str, *, alt: str, caption: str) -> None:
 
     png = _render(fig, "png")
     folder = os.environ.get(FOLDER)
-    if folder:
+    if folder and name is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, f"{name}.png").write_bytes(png)
         Path(folder, f"{name}.svg").write_bytes(_render(fig, "svg"))
@@ -284,6 +288,54 @@ def page_tables(levels: Sequence[Level]) -> str:
     return "\n".join(lines)
 
 
+def ledger_table(plans: Mapping[str, Ledger], formulas: Mapping[str, str]) -> str:
+    """The ledgers of several plans as text, itemised by level: formula, KV tokens, share and pairs.
+
+    Args:
+        plans: ledger by name.
+        formulas: how a level's tokens come about, by level name.
+    """
+    lines = [f"{'plan':9}{'level':10}{'formula':>16}{'tokens':>8}{'share':>8}{'pairs':>8}"]
+    for plan, total in plans.items():
+        for part in (*total.levels, total):
+            name, formula = (part.name, formulas[part.name]) if part.name else ("total", "sum")
+            share = part.kv_tokens / total.kv_tokens
+            lines.append(f"{plan:9}{name:10}{formula:>16}{part.kv_tokens:8}{share:8.1%}{part.pairs:8}")
+    return "\n".join(lines)
+
+
+def prediction_table(decision: Decision) -> str:
+    """What a trigger predicts per plan, as text: KV bytes, launches and microseconds by cause."""
+    terms = ("launch", "memory", "reread", "compute", "merge")
+    lines = [f"{'plan':8}{'KV MB':>8}{'launches':>10}" + "".join(f"{term:>9}" for term in terms) + f"{'total':>9}"]
+    for plan, p in decision.predictions.items():
+        times = "".join(f"{1e6 * seconds:9.1f}" for seconds in (*(p.terms[term] for term in terms), p.seconds))
+        lines.append(f"{plan:8}{p.bytes / 1e6:8.1f}{p.launches:10}{times}")
+    lines.append(f"times in us; cascade: {'yes' if decision.cascade else 'no'}; fastest plan: {decision.plan}")
+    return "\n".join(lines)
+
+
+def published_table(cases: Sequence[PublishedCase]) -> str:
+    """Published speed-ups of cascades beside the model's, as text."""
+    lines = [f"{'branches':>8}{'L':>7}{'suffix':>8}{'group':>7}{'measured':>10}{'model':>8}  the model's sign"]
+    for c in cases:
+        group, model = c.num_q_heads // c.num_kv_heads, c.predicted_speedup()
+        sign = "right" if (model > 1) == (c.speedup > 1) else "wrong"
+        shape = f"{c.branches:8}{c.prefix_len:7}{c.suffix_len:8}{group:7}"
+        lines.append(f"{shape}{c.speedup:9.2f}x{model:7.2f}x  {sign}")
+    return "\n".join(lines)
+
+
+def rule_table(rows: Sequence[RuleRow]) -> str:
+    """The engines' rules beside the model over batch, topk and L, as text."""
+    lines = [f"{'batch':>5}{'topk':>6}{'L':>7}{'model':>7}{'speed-up':>10}{'SGLang':>8}{'vLLM':>6}  fastest plan"]
+    for row in rows:
+        model, sglang, vllm = ("yes" if said else "no" for said in (row.cascade, row.sglang, row.vllm))
+        shape = f"{row.batch:5}{row.topk:6}{row.prefix_len:7}"
+        lines.append(f"{shape}{model:>7}{row.speedup:9.2f}x{sglang:>8}{vllm:>6}  {row.plan}")
+    return "\n".join(lines)
+
+
 def program_reads(
     plans: Mapping[str, TensorRecord], drafts: Sequence[int]
 ) -> tuple[Figure, dict[str, list[tuple[str, list[int]]]]]:
@@ -410,6 +462,8 @@ def break_even(
 def published_speedups(cases: Mapping[str, Sequence[tuple[str, float, float]]]) -> tuple[Figure, dict[str, list]]:
     """Measured speed-ups of cascades over the ratio of reads, with the line on which bytes would be time.
 
+    The losing cases and the best of each source are labelled.
+
     Args:
         cases: per source (at most four) a list of (label, ratio of reads, ratio of times), each above 0.
 
@@ -429,10 +483,10 @@ def published_speedups(cases: Mapping[str, Sequence[tuple[str, float, float]]]) 
         for (source, points), look in zip(data.items(), looks, strict=False):
             x, y = [case[1] for case in points], [case[2] for case in points]
             ax.plot(x, y, **look | {"linestyle": ""}, label=source)
-            for i, (label, right, up) in enumerate(points):
-                offset = (6, -4 if i % 2 else 4)
-                place = {"xytext": offset, "textcoords": "offset points", "va": "center"}
-                ax.annotate(label, (right, up), fontsize=7, color=look["color"], **place)
+            for label, right, up in points:
+                if up < 1 or up == max(y):
+                    place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+                    ax.annotate(label, (right, up), fontsize=7, color=look["color"], **place)
         ax.legend(frameon=False, fontsize=8, loc="upper left")
         ax.set_xscale("log")
         ax.set_yscale("log")
@@ -571,6 +625,7 @@ def hit_tiles(n: int, hit: int, block_m: int, block_n: int) -> tuple[Figure, dic
     titles = {"skipping": "skips tiles that no row sees", "masking": "masks inside every tile"}
     with style():
         fig, axes = _panels(1, 2, sharey=True)
+        fig.set_size_inches(SIZE[0], 0.9 + SIZE[0] / 2 * (n - hit) / n)
         for ax, rule in zip(axes, titles, strict=True):
             for i, row in enumerate(visible):
                 for key, seen in enumerate(row):
@@ -662,6 +717,177 @@ def measured_laws(
         ax.set_ylabel("time, share of the time at h = 0")
         ax.set_title("points: median over rounds, bars: quartiles, lines: the laws")
     return fig, data
+
+
+def region_masks(regions: Mapping[str, Region], n: int, hit: int) -> tuple[Figure, dict[str, tuple[int, int]]]:
+    """Which keys each row sees, region by region, with the hit's rows cut out.
+
+    Args:
+        regions: name to region, each with a mask of its own.
+        n, hit: prompt tokens and hit, few enough to draw each pair.
+
+    Returns:
+        The figure, and per name the marks drawn for the hit's rows and for the rows left.
+    """
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+
+    from cascade_lab.evidence.masks import branches
+
+    columns = min(4, len(regions))
+    data = {}
+    with style():
+        fig, axes = _panels(-(-len(regions) // columns), columns)
+        fig.set_size_inches(SIZE[0], 1.95 * (-(-len(regions) // columns)) + 0.2)
+        axes = np.atleast_1d(axes).ravel()
+        for ax, (name, region) in zip(axes, regions.items(), strict=False):
+            parts = branches(region, n).values()
+            marks = [np.pad(mask.astype(int), ((0, 0), (0, 1)), constant_values=0) for mask in parts]
+            drawn = np.concatenate(marks, 1)[:, :-1]
+            drawn[hit:] *= 2
+            data[name] = int((drawn == 1).sum()), int((drawn == 2).sum())
+            ax.imshow(drawn, cmap=ListedColormap(["white", "#BDBDBD", BLUE]), vmin=0, vmax=2, interpolation="nearest")
+            ax.axhline(hit - 0.5, color=BLACK, linewidth=1.0)
+            start = -0.5
+            for mask in parts:
+                edges = {"fill": False, "edgecolor": GREY, "linewidth": 0.6, "align": "edge"}
+                ax.bar(start, n, mask.shape[1], -0.5, **edges)
+                start += mask.shape[1] + 1
+            ax.set_title(f"{name}\n{data[name][1]} of {sum(data[name])} left", fontsize=8)
+            ax.set_xlim(-1, drawn.shape[1])
+            ax.set_ylim(n, -1)
+            ax.set_anchor("NW")
+            ax.set_axis_off()
+        for ax in axes[len(regions) :]:
+            ax.set_axis_off()
+    return fig, data
+
+
+def region_laws(
+    regions: Mapping[str, Region], lengths: Sequence[int], n: int, hit_ratio: float = 0.5
+) -> tuple[Figure, dict[str, dict[str, list[float]]]]:
+    """What a hit leaves of each region, over the prompt length and over the hit ratio.
+
+    Args:
+        regions: name to region, at most six.
+        lengths: prompt lengths of the left panel, rising, at hit_ratio.
+        n: prompt length of the right panel.
+        hit_ratio: of the left panel, in (0, 1).
+
+    Returns:
+        The figure, and per name the fractions left as "lengths" and "hits" (at 0, 1/64, ..., 1).
+    """
+    import numpy as np
+
+    steps = np.arange(65) / 64
+    data = {
+        name: {
+            "lengths": [float(region.remaining(x, int(x * hit_ratio))) for x in lengths],
+            "hits": [float(region.remaining(n, int(n * h))) for h in steps],
+        }
+        for name, region in regions.items()
+    }
+    with style():
+        fig, (left, right) = _panels(1, 2)
+        for (name, found), (colour, line) in zip(data.items(), _LINES, strict=False):
+            left.plot(lengths, found["lengths"], color=colour, linestyle=line)
+            right.plot(steps, found["hits"], color=colour, linestyle=line, label=name)
+        left.set_xscale("log", base=2)
+        for y, text in ((1 - hit_ratio**2, "$1 - h^2$"), (1 - hit_ratio, "$1 - h$")):
+            left.axhline(y, color=GREY, linewidth=0.8, linestyle=":")
+            left.text(lengths[-1], y + 0.004, text, color=GREY, ha="right")
+        ticks = lengths[:: max(1, len(lengths) // 4)]
+        left.set_xticks(ticks, [_tokens(x) for x in ticks])
+        left.minorticks_off()
+        left.set_xlabel("prompt tokens N")
+        left.set_ylabel("fraction of the pairs left")
+        left.set_title(f"h = {hit_ratio:g}")
+        right.set_xlabel("hit ratio h")
+        right.set_title(f"N = {_tokens(n)}")
+        right.legend(frameon=False, fontsize=8, handlelength=2.6)
+    return fig, data
+
+
+def mix_laws(
+    models: Mapping[str, Region], lengths: Sequence[int], hit_ratio: float = 0.5
+) -> tuple[Figure, dict[str, list[float]]]:
+    """What a hit leaves of whole models' attention FLOPs, over the prompt length.
+
+    Args:
+        models: name to a FLOP-weighted region, at most six.
+        lengths: prompt lengths, rising.
+        hit_ratio: in (0, 1).
+
+    Returns:
+        The figure, and per model the fractions left.
+    """
+    data = {name: [float(mix.remaining(n, int(n * hit_ratio))) for n in lengths] for name, mix in models.items()}
+    with style():
+        fig, ax = _figure()
+        places = _apart([found[-1] for found in data.values()], 0.014)
+        for (name, found), (colour, line), y in zip(data.items(), _LINES, places, strict=False):
+            ax.plot(lengths, found, color=colour, linestyle=line)
+            ax.text(lengths[-1] * 1.12, y, name, color=colour, va="center")
+        for y, text in ((1 - hit_ratio**2, "$1 - h^2$"), (1 - hit_ratio, "$1 - h$")):
+            ax.axhline(y, color=GREY, linewidth=0.8, linestyle=":")
+            ax.text(lengths[0], y + 0.003, text, color=GREY)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [_tokens(n) for n in lengths])
+        ax.minorticks_off()
+        ax.set_xlim(lengths[0] / 1.1, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.16)
+        ax.set_ylim(top=max(1 - hit_ratio**2, *map(max, data.values())) + 0.02)
+        ax.set_xlabel("prompt tokens N")
+        ax.set_ylabel("share of the attention FLOPs left")
+        ax.set_title(f"h = {hit_ratio:g}, layers weighted by their FLOPs")
+    return fig, data
+
+
+def recorded_ratios(
+    series: Mapping[str, Mapping[str, float]],
+) -> tuple[Figure, dict[str, list[tuple[float, float, float]]]]:
+    """Recorded time ratios over the hit ratio, on 1 - h^2 and 1 - h.
+
+    Args:
+        series: name to {hit ratio as text: time with the hit over time without}, at most six.
+
+    Returns:
+        The figure, and per name (h, ratio, how far on the way from 1 - h to 1 - h^2) at each point.
+    """
+    data = {
+        name: [(float(h), ratio, (ratio - (1 - float(h))) / (float(h) - float(h) ** 2)) for h, ratio in found.items()]
+        for name, found in series.items()
+    }
+    fine = [i / 100 for i in range(101)]
+    with style():
+        fig, ax = _figure()
+        ax.plot(fine, [1 - h * h for h in fine], color=BLACK, linewidth=1.0)
+        ax.plot(fine, [1 - h for h in fine], color=BLACK, linewidth=1.0, linestyle="--")
+        ax.text(0.62, 0.65, "$1 - h^2$")
+        ax.text(0.3, 0.64, "$1 - h$", ha="right")
+        for i, ((name, points), (colour, _)) in enumerate(zip(data.items(), _LINES, strict=False)):
+            # beside each other where they share a hit ratio
+            x = [h + 0.012 * (i - (len(data) - 1) / 2) for h, _, _ in points]
+            ax.plot(x, [ratio for _, ratio, _ in points], color=colour, linestyle="", marker="os^Dv*"[i], label=name)
+        ax.legend(frameon=False, fontsize=8, loc="lower left")
+        ax.set_xlim(0, 1)
+        ax.set_ylim(0, 1.05)
+        ax.set_xlabel("hit ratio h")
+        ax.set_ylabel("time with the hit, share of the time without")
+    return fig, data
+
+
+def _apart(places: Sequence[float], gap: float) -> list[float]:
+    """Heights of labels moved up until neighbours are `gap` apart."""
+    moved = list(places)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    for below, above in zip(order, order[1:], strict=False):
+        moved[above] = max(moved[above], moved[below] + gap)
+    return moved
+
+
+def _tokens(n: int) -> str:
+    """8192 as 8K, 1048576 as 1M; other lengths as they are."""
+    return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}K" if n % 2**10 == 0 else str(n)
 
 
 def _read_ratio(prefix_len: int, topk: int, steps: int) -> float:

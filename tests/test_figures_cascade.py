@@ -1,0 +1,172 @@
+"""The numbers behind the pictures of draft trees, read volumes and triggers."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from cascade_lab import DraftTree, VerifyBatch, cascade_attention, ledger, runtime, trigger
+from cascade_lab.evidence import figures, reads
+
+PLANS = ("naive", "cascade", "fused")
+
+
+def texts(ax) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_a_tree_is_drawn_by_parent_links_whatever_its_storage_order():
+    tree = DraftTree([2, 5, -1, 5, 2, 2])
+    fig, data = figures.draft_tree(tree, 37)
+    assert data["positions"] == [38, 39, 37, 39, 38, 38]
+    assert data["edges"] == [(2, 0), (5, 1), (-1, 2), (5, 3), (2, 4), (2, 5)]
+    assert [sum(row) for row in data["visible"]] == [2, 3, 1, 3, 2, 2]
+    left, right = fig.axes
+    assert len(left.lines) == 6
+    assert [tick.get_text() for tick in left.get_xticklabels()] == ["37", "38", "39"]
+    drawn = right.images[0].get_array().tolist()
+    assert drawn == [[True, *row] for row in data["visible"]]
+
+
+def test_an_inner_node_stands_in_the_middle_of_its_leaves():
+    fig, _ = figures.draft_tree(DraftTree([-1, 0, 0, 1, 1]), 0)
+    # leaves 2, 3, 4 are on lines 0, 1, 2, node 1 over 3 and 4, the root over all three
+    assert [line.get_ydata()[1] for line in fig.axes[0].lines] == [1.0, 1.5, 0.0, 1.0, 2.0]
+
+
+def test_a_tree_of_more_nodes_than_ticks_is_drawn():
+    fig, data = figures.draft_tree(DraftTree.branches(8, 8), 0)
+    assert sum(map(sum, data["visible"])) == 8 * 36
+    assert len(fig.axes[1].get_yticks()) == 8
+
+
+def test_page_tables_name_rows_tokens_and_pages_of_every_request():
+    tiny = VerifyBatch([5], [DraftTree.branches(2, 2)], page_size=4, rows="branch")
+    assert figures.page_tables(tiny.levels("cascade")).splitlines() == [
+        "  prefix    rows 0, 1   5 tokens in pages of 4: [0, 1]",
+        "  draft     rows 0      2 tokens in pages of 1: [5, 6]",
+        "  draft     rows 1      2 tokens in pages of 1: [7, 8]",
+    ]
+    assert "rows 1      7 tokens in pages of 1: [0, 1, 2, 3, 4, 7, 8]" in figures.page_tables(tiny.levels("naive"))
+
+
+def test_the_ledger_table_itemises_levels_and_adds_them_up():
+    batch = VerifyBatch([1000], [DraftTree.branches(4, 3)], rows="branch")
+    table = figures.ledger_table({"cascade": ledger(batch.levels("cascade"))}, {"prefix": "L", "draft": "topk S"})
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["cascade", "prefix", "L", "1000", "98.8%", "4000"],
+        ["cascade", "draft", "topk", "S", "12", "1.2%", "12"],
+        ["cascade", "total", "sum", "1012", "100.0%", "4012"],
+    ]
+
+
+@pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="the recorder sees interpreted launches")
+@pytest.mark.parametrize("prefix_len", [24, 5])
+def test_program_reads_show_each_programs_slots_and_add_up_to_the_ledger(prefix_len):
+    batch = VerifyBatch([prefix_len], [DraftTree.branches(2, 3)], page_size=8, rows="branch")
+    cache, q = torch.zeros(batch.num_pages, 8, 1, 8), torch.zeros(2, 1, 8)
+    records = {}
+    for plan in PLANS:
+        with reads.record_loads(k=cache, q=q, table=batch.page_table) as record:
+            cascade_attention(q, cache, cache, batch.levels(plan), backend="triton")
+        records[plan] = record["k"]
+    fig, data = figures.program_reads(records, batch.draft_slots(0).tolist())
+    prefix, drafts = batch.prefix_slots(0).tolist(), batch.draft_slots(0).tolist()
+    assert data["naive"] == [
+        ("pass 1, program 0", prefix + drafts[:3]),
+        ("pass 1, program 1", prefix + drafts[3:]),
+    ]
+    assert data["cascade"] == [
+        ("pass 1, program 0", prefix),
+        ("pass 2, program 0", drafts[:3]),
+        ("pass 2, program 1", drafts[3:]),
+    ]
+    assert data["fused"] == [("pass 1, program 0", prefix + drafts)]
+    for ax, plan in zip(fig.axes, PLANS, strict=True):
+        total = ledger(batch.levels(plan))
+        assert sum(len(slots) for _, slots in data[plan]) == total.kv_tokens
+        title = f"{plan}: {total.kv_tokens} tokens loaded, {total.kv_tokens_unique} distinct"
+        assert ax.get_title(loc="left") == title
+        bars = [path.get_extents() for bars in ax.collections for path in bars.get_paths()]
+        assert sum(box.width for box in bars) == pytest.approx(total.kv_tokens)
+
+
+def test_the_ratio_is_that_of_the_page_tables_and_nears_topk():
+    lengths, topks = [1, 40, 3000], [1, 3, 8]
+    _, data = figures.read_ratio(lengths, topks, 5, topk=4, other_steps=[1, 3, 20])
+
+    def counted(length, topk, steps):
+        batch = VerifyBatch([length], [DraftTree.branches(topk, steps)], rows="branch")
+        return Fraction(*(ledger(batch.levels(plan)).kv_tokens for plan in ("naive", "cascade")))
+
+    for topk, line in zip(topks, data["surface"], strict=True):
+        assert line == pytest.approx([float(counted(length, topk, 5)) for length in lengths], rel=1e-15)
+    for steps, cut in zip([1, 3, 20], data["cuts"], strict=True):
+        assert cut == pytest.approx([float(counted(length, 4, steps)) for length in lengths], rel=1e-15)
+    assert data["surface"][0] == [1.0] * 3
+    assert 7.9 < data["surface"][2][2] < 8
+
+
+def test_a_length_that_never_pays_is_marked_at_the_ceiling():
+    curves = {"group 1": [900, 300, 0], "group 8": [None, 5000, 700]}
+    fig, data = figures.break_even([2, 4, 8], curves, 65536)
+    assert data == curves
+    line, none, other, never = (axis_line.get_ydata() for axis_line in fig.axes[0].lines)
+    assert list(line) == [900, 300, 1]
+    assert len(none) == 0
+    assert math.isnan(other[0])
+    assert list(other[1:]) == [5000, 700]
+    assert list(never) == [65536]
+    assert "x: never up to 65536" in texts(fig.axes[0])
+
+
+def test_no_mark_for_never_when_every_length_pays():
+    fig, _ = figures.break_even([2, 4], {"group 1": [900, 300]}, 65536)
+    assert texts(fig.axes[0]) == ["group 1"]
+
+
+def test_losing_cases_and_the_best_of_each_source_are_labelled():
+    cases = {"one": [("8/1", 4.5, 0.9), ("8/8", 7.2, 1.9), ("8/16", 7.5, 2.5)], "two": [("2/9", 2.0, 1.1)]}
+    fig, data = figures.published_speedups(cases)
+    assert data == cases
+    assert [label for label in texts(fig.axes[0]) if "/" in label] == ["8/1", "8/16", "2/9"]
+
+
+def test_prediction_table_holds_the_decisions_numbers():
+    batch = VerifyBatch([2000] * 4, [DraftTree.branches(4, 5)] * 4, rows="branch")
+    decision = trigger.should_cascade(batch, trigger.H200, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    header, *rows, last = (line.split() for line in figures.prediction_table(decision).splitlines())
+    for plan, row in zip(PLANS, rows, strict=True):
+        p = decision.predictions[plan]
+        shown = dict(zip(header[:1] + ["KV MB"] + header[3:], row, strict=True))
+        assert (shown["plan"], int(shown["launches"])) == (plan, p.launches)
+        assert float(shown["KV MB"]) == pytest.approx(p.bytes / 1e6, abs=0.05)
+        assert float(shown["total"]) == pytest.approx(1e6 * p.seconds, abs=0.05)
+        assert float(shown["reread"]) == pytest.approx(1e6 * p.terms["reread"], abs=0.05)
+    assert last[-1] == decision.plan
+
+
+def test_published_table_says_where_the_model_has_the_wrong_sign():
+    _, *rows = figures.published_table(trigger.PUBLISHED).splitlines()
+    for case, row in zip(trigger.PUBLISHED, rows, strict=True):
+        branches, length, suffix, group, measured, model, sign = row.split()
+        assert (int(branches), int(length), int(suffix)) == (case.branches, case.prefix_len, case.suffix_len)
+        assert int(group) == case.num_q_heads // case.num_kv_heads
+        assert float(measured[:-1]) == pytest.approx(case.speedup, abs=0.005)
+        assert float(model[:-1]) == pytest.approx(case.predicted_speedup(), abs=0.005)
+        assert sign == ("right" if (case.predicted_speedup() > 1) == (case.speedup > 1) else "wrong")
+
+
+def test_rule_table_answers_yes_or_no_for_every_line():
+    rows = trigger.rule_table(
+        [128, 8192], [1, 64], [1], steps=5, device_model=trigger.H200, num_q_heads=32, num_kv_heads=8, head_dim=128
+    )
+    _, *lines = figures.rule_table(rows).splitlines()
+    answers = {True: "yes", False: "no"}
+    for row, line in zip(rows, lines, strict=True):
+        batch, topk, length, model, speedup, sglang, vllm, plan = line.split()
+        assert (int(batch), int(topk), int(length)) == (row.batch, row.topk, row.prefix_len)
+        assert (model, sglang, vllm) == tuple(answers[x] for x in (row.cascade, row.sglang, row.vllm))
+        assert float(speedup[:-1]) == pytest.approx(row.speedup, abs=0.005)
+        assert plan == row.plan
