@@ -23,6 +23,7 @@ from cascade_lab.evidence import reads
 from cascade_lab.prefix import prefix_hit_levels
 
 PAGE_SIZE = 16
+HEAD_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Prefill:
     hit: int
     num_q_heads: int = 1
     num_kv_heads: int = 1
-    head_dim: int = 16
     dtype: str = "float32"
     skip: bool = True
 
@@ -69,14 +69,12 @@ def count(prefills: Sequence[Prefill]) -> list[Count] | None:
 
 
 def _count(prefill: Prefill) -> Count:
-    from cascade_lab.backends.triton.config import tile_for
-
     n, new, dtype = prefill.n, prefill.n - prefill.hit, getattr(torch, prefill.dtype)
     (level,) = prefix_hit_levels([n], [prefill.hit], PAGE_SIZE)
     gen = torch.Generator().manual_seed(0)
-    shape = (int(level.page_table.max()) + 1, PAGE_SIZE, prefill.num_kv_heads, prefill.head_dim)
+    shape = (int(level.page_table.max()) + 1, PAGE_SIZE, prefill.num_kv_heads, HEAD_DIM)
     k, v = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
-    q = torch.zeros(new, prefill.num_q_heads, prefill.head_dim, dtype=dtype)
+    q = torch.zeros(new, prefill.num_q_heads, HEAD_DIM, dtype=dtype)
     lengths, rows = level.cache_seqlens, level.cu_seqlens_q
     if prefill.skip:
         mask, rule = None, {"causal": True}
@@ -86,13 +84,14 @@ def _count(prefill: Prefill) -> Count:
     tensors = {"q": q, "k": k, "v": v, "table": level.page_table, "lengths": lengths, "rows": rows, "mask": mask}
     with reads.record_loads(**tensors) as record:
         state = attention(q, k, v, level.page_table, lengths, cu_seqlens_q=rows, **rule, num_splits=1, backend="triton")
-    tile = tile_for(new * prefill.num_q_heads // prefill.num_kv_heads, prefill.head_dim, dtype)
+    # scores are [M, D] x [D, N] and outputs [M, N] x [N, D]; no tile has fewer keys than HEAD_DIM
+    ((block_m, block_n),) = {(m, max(columns, inner)) for m, columns, inner in record.dots}
     return Count(
-        block_m=tile.block_m,
-        block_n=tile.block_n,
+        block_m=block_m,
+        block_n=block_n,
         tiles=sum(record.dots.values()) // 2,
         pairs=int(state.lse.double().exp().round().sum()),
-        keys=record["k"].distinct_bytes // (prefill.head_dim * dtype.itemsize),
+        keys=record["k"].distinct_bytes // (HEAD_DIM * dtype.itemsize),
     )
 
 
