@@ -22,6 +22,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from cascade_lab.backends.triton.config import splits_for, tile_for
 from cascade_lab.drafts import PLANS, ROWS, DraftTree, VerifyBatch
 
 
@@ -329,14 +330,22 @@ def _predict_plan(shape: _Shape, plan: str, device: DeviceModel, heads: _Heads, 
     terms = dict.fromkeys(("launch", "memory", "reread", "compute", "merge"), 0.0)
     loaded = unique = flops = parts = 0
     for one in passes:
-        block_m = tile_rows(int(one.rows.max()) * heads.group, max(heads.dim, heads.dim_v))
-        tiles = -(-one.rows * heads.group // block_m)
+        tile = tile_for(int(one.rows.max()) * heads.group, max(heads.dim, heads.dim_v), torch.bfloat16)
+        tiles = -(-one.rows * heads.group // tile.block_m)
         programs = int(tiles.sum()) * heads.num_kv
-        splits = kv_splits(programs, int(one.keys.max()), device.num_sms)
+        splits = splits_for(
+            programs,
+            rows=int(one.rows.max()) * heads.group,
+            max_keys=int(one.keys.max()),
+            kv_width=(heads.dim + heads.dim_v) * heads.itemsize,
+            out_width=heads.dim_v * 4,
+            tile=tile,
+            num_sms=device.num_sms,
+        )
         busy = min(1.0, programs * splits / device.num_sms)
         tokens = int((tiles * one.keys).sum())
         first, again = one.unique * heads.token_bytes, (tokens - one.unique) * heads.token_bytes
-        work = tokens * block_m * heads.num_kv * 2 * (heads.dim + heads.dim_v)
+        work = tokens * tile.block_m * heads.num_kv * 2 * (heads.dim + heads.dim_v)
         memory = (first + query_bytes) / device.bandwidth / busy
         reread = again / _reread_bandwidth(tokens, one.unique, first, device) / busy
         terms["memory"] += memory
@@ -370,19 +379,6 @@ def _reread_bandwidth(tokens: int, unique: int, unique_bytes: int, device: Devic
     readers = tokens / max(unique, 1)
     in_step = readers <= device.num_sms
     return device.l2_bandwidth if in_step or unique_bytes <= device.l2_bytes else device.bandwidth
-
-
-def tile_rows(packed_rows: int, head_dim: int) -> int:
-    """Rows of a program's tile (block_m) for the longest request of a pass, as the Triton backend chooses it."""
-    largest = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 16
-    return min(max(16, 1 << (max(packed_rows, 1) - 1).bit_length()), largest)
-
-
-def kv_splits(programs: int, max_keys: int, num_sms: int, block_n: int = 64) -> int:
-    """Parts into which a pass cuts its keys: none when programs fill the device, else up to two waves of them."""
-    if 5 * programs >= 4 * num_sms:
-        return 1
-    return max(1, min(2 * num_sms // max(programs, 1), max_keys // (4 * block_n), 128))
 
 
 def calibrate(

@@ -359,17 +359,17 @@ def test_requests_with_more_rows_than_a_tile_read_again(device, loads, backend, 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_small_tiles_read_the_prefix_once_per_tile(device, loads, backend):
-    """Head dim 320 runs in tiles of 16 packed rows: the ledger takes that number and gives the kernel's count."""
+    """Head dim 320 runs in tiles of 32 packed rows: the ledger takes that number and gives the kernel's count."""
     from cascade_lab.backends.triton.config import tile_for
 
-    case = verify_case([11, 2], [branches(2, 5), CHAIN], heads=(2, 1), dim=320, device=device)
+    case = verify_case([11, 2], [branches(2, 5), CHAIN], heads=(4, 1), dim=320, device=device)
     levels = case.batch.levels("cascade")
-    blocks = [tile_for(rows * 2, 320, torch.float32).block_m for rows in (10, 1)]
-    assert blocks == [16, 16]
+    blocks = [tile_for(rows * 4, 320, torch.float32).block_m for rows in (10, 1)]
+    assert blocks == [32, 16]
     counted = torch.zeros(1, dtype=torch.int64, device=device)
     check_levels(case, levels, backend, loads, reads=counted)
-    book = ledger(levels, num_q_heads=2, num_kv_heads=1)
-    assert counted.tolist() == [book.tile_tokens(16)] == [2 * 11 + 2 + 2 * 15 + 6]
+    book = ledger(levels, num_q_heads=4, num_kv_heads=1)
+    assert counted.tolist() == [book.tile_tokens(32)] == [2 * 11 + 2 + 2 * 15 + 6]
 
 
 @pytest.mark.parametrize(("length", "steps", "naive", "cascade"), [(1000, 3, 4012, 1012), (2000, 5, 8020, 2020)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cascade_lab import DraftTree, VerifyBatch, ledger
+from cascade_lab.backends.triton.config import tile_for
 from cascade_lab.drafts import PLANS
 from cascade_lab.trigger import (
     A100,
@@ -21,11 +22,9 @@ from cascade_lab.trigger import (
     break_even_prefix,
     calibrate,
     flashinfer_rule,
-    kv_splits,
     rule_table,
     sglang_rule,
     should_cascade,
-    tile_rows,
     vllm_rule,
 )
 from tests.verify import CHAIN, FORK, SHUFFLED, STAR
@@ -62,7 +61,9 @@ def test_predicted_bytes_are_those_of_the_ledger(batch, heads):
         book = ledger(levels, num_q_heads=H_q, num_kv_heads=H_kv)
         loaded = 0
         for level, part in zip(levels, book.levels, strict=True):
-            loaded += part.tile_tokens(tile_rows(int(level.cu_seqlens_q.diff().max()) * H_q // H_kv, D))
+            loaded += part.tile_tokens(
+                tile_for(int(level.cu_seqlens_q.diff().max()) * H_q // H_kv, D, torch.bfloat16).block_m
+            )
         prediction = decision.predictions[plan]
         assert prediction.plan == plan
         assert prediction.compulsory_bytes == book.kv_tokens_unique * per_token
@@ -70,20 +71,6 @@ def test_predicted_bytes_are_those_of_the_ledger(batch, heads):
         assert prediction.reread_bytes == (loaded - book.kv_tokens_unique) * per_token
         assert prediction.seconds == pytest.approx(sum(prediction.terms.values()))
         assert min(prediction.terms.values()) >= 0
-
-
-def test_tiles_and_splits_are_those_of_the_kernels():
-    pytest.importorskip("triton")
-    from cascade_lab.backends.triton.config import splits_for, tile_for
-
-    for head_dim in (16, 64, 128, 192, 256, 320, 576):
-        for rows in (1, 8, 16, 17, 64, 100, 129, 1000):
-            tile = tile_for(rows, head_dim, torch.bfloat16)
-            assert tile_rows(rows, head_dim) == tile.block_m
-            for programs in (1, 8, 60, 105, 106, 500):
-                for keys in (0, 255, 256, 4000, 100_000):
-                    expected = splits_for(programs, keys, tile, 132)
-                    assert kv_splits(programs, keys, 132, tile.block_n) == expected
 
 
 def test_rows_times_group_fill_tiles():

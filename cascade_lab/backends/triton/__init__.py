@@ -1,5 +1,1 @@
-"""Triton kernels and their launches. Importing this package imports Triton in the mode chosen by `runtime`."""
-
-from cascade_lab import runtime
-
-runtime.require_triton()
+"""Triton kernels and their launches. Only the modules that hold kernels import Triton; `config` does not."""

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from cascade_lab import runtime
-from cascade_lab.backends.triton.config import Tile, splits_for, tile_for
+from cascade_lab.backends.triton.config import Tile, device_target, head_blocks, splits_for, tile_for
 from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def _tree_visible(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.co
     The 64 mask bits are aligned to the tile once per row, then tested in 32 bits.
     """
     tl.static_assert(BLOCK_N <= 64)
-    i_word = tl.maximum(first, 0) // 64
+    # a block of one number, for versions differ in what a scalar does to a block of truth values
+    i_word = tl.zeros_like(m_row.to(tl.int32)) + tl.maximum(first, 0) // 64
     shift = (tl.maximum(first, 0) % 64).to(tl.uint64)
     p_word = mask_ptr + o_mask + i_word * stride_mask_word
     low = tl.load(p_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
@@ -88,14 +89,34 @@ def _tree_visible(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.co
 
 
 @triton.jit
+def _load_rows(p_rows, m_rows, m_columns, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of a cache; a mask only where a row or a column may be beyond the end, so that full tiles have none."""
+    if MASKED:
+        return tl.load(p_rows, mask=m_rows[:, None] & m_columns, other=0.0)
+    elif PADDED:
+        return tl.load(p_rows, mask=m_columns, other=0.0)
+    else:
+        return tl.load(p_rows)
+
+
+@triton.jit
+def _load_queries(q_ptr, o_row, o_d, m_row, sign, D: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Columns o_d of the packed query rows. The scale's sign goes in here, exactly, so that the largest raw score is
+    the largest scaled one."""
+    b_q = tl.load(q_ptr + o_row[:, None] + o_d, mask=m_row[:, None] & (o_d < D), other=0.0)
+    return _dot_operand((b_q.to(tl.float32) * sign).to(b_q.dtype), INTERPRETED)
+
+
+@triton.jit
 def _attend_tile(
-    b_q, b_acc, b_max, b_sum,
+    b_q, b_q2, b_acc, b_max, b_sum,
     k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
     n_start, lo, hi, K, tail, left, right, scale, softcap,
     stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
-    D: tl.constexpr, D_V: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, LATENT: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRETED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over the keys n_start .. n_start + BLOCK_N; MASKED adds bounds and visibility."""
     o_d = tl.arange(0, BLOCK_D)[None, :]
@@ -117,18 +138,22 @@ def _attend_tile(
         page = tl.load(page_ptr + i_page * stride_table_page, mask=m_n, other=0).to(tl.int64)
     else:
         page = tl.load(page_ptr + i_page * stride_table_page).to(tl.int64)
-    # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_V]
-    o_k = (page * stride_k_page + i_slot * stride_k_slot)[:, None] + o_d
-    o_value = (page * stride_v_page + i_slot * stride_v_slot)[:, None] + o_v
-    if MASKED:
-        b_k = tl.load(k_ptr + o_k, mask=m_n[:, None] & (o_d < D), other=0.0)
-        b_v = tl.load(v_ptr + o_value, mask=m_n[:, None] & (o_v < D_V), other=0.0)
+    p_k = k_ptr + (page * stride_k_page + i_slot * stride_k_slot)[:, None]
+    p_v = v_ptr + (page * stride_v_page + i_slot * stride_v_slot)[:, None]
+    # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_D2], [BLOCK_N, BLOCK_V]; V is K's own columns when it is a view of the latent
+    b_k = _load_rows(p_k + o_d, m_n, o_d < D, MASKED, BLOCK_D > D)
+    if BLOCK_D2 > 0:
+        o_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)[None, :]
+        b_k2 = _load_rows(p_k + o_d2, m_n, o_d2 < D, MASKED, BLOCK_D + BLOCK_D2 > D)
+    if LATENT:
+        b_v = b_k
     else:
-        b_k = tl.load(k_ptr + o_k, mask=o_d < D, other=0.0) if D < BLOCK_D else tl.load(k_ptr + o_k)
-        b_v = tl.load(v_ptr + o_value, mask=o_v < D_V, other=0.0) if D_V < BLOCK_V else tl.load(v_ptr + o_value)
+        b_v = _load_rows(p_v + o_v, m_n, o_v < D_V, MASKED, BLOCK_V > D_V)
 
     # [BLOCK_M, BLOCK_N] raw scores; exponents in powers of two are s * to_log2, scaled inside one multiply-add
     b_s = tl.dot(b_q, tl.trans(_dot_operand(b_k, INTERPRETED)), input_precision="ieee")
+    if BLOCK_D2 > 0:
+        b_s = tl.dot(b_q2, tl.trans(_dot_operand(b_k2, INTERPRETED)), b_s, input_precision="ieee")
     to_log2 = scale * LOG2_E
     if SOFTCAP:
         b_s = softcap * _tanh(b_s * scale / softcap)
@@ -164,10 +189,12 @@ def _attention_kernel(
     stride_q_t, stride_q_h, stride_k_page, stride_k_slot, stride_k_h, stride_v_page, stride_v_slot, stride_v_h,
     stride_table, stride_table_page, stride_mask, stride_mask_word,
     stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
-    D: tl.constexpr, D_V: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, LATENT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
     TAILS: tl.constexpr, SOFTCAP: tl.constexpr, READS: tl.constexpr, INTERPRETED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    BLOCK_V: tl.constexpr, TAIL_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # the last row tile of a request reads the most keys when causal, so it starts first
     i_r = tl.program_id(0) // tiles_per_request
@@ -185,14 +212,12 @@ def _attention_kernel(
         i_pos = i_q + K - Q
         i_t = (first + i_q).to(tl.int64)
         i_h = (i_kv * GROUP + o_m % GROUP).to(tl.int64)
-        o_d = tl.arange(0, BLOCK_D)[None, :]
-        b_q = tl.load(
-            q_ptr + (i_t * stride_q_t + i_h * stride_q_h)[:, None] + o_d,
-            mask=m_row[:, None] & (o_d < D),
-            other=0.0,
-        )
-        # the sign of the scale goes into q, exactly, so that the largest raw score is the largest scaled one
-        b_q = _dot_operand((b_q.to(tl.float32) * sign).to(b_q.dtype), INTERPRETED)
+        o_row = i_t * stride_q_t + i_h * stride_q_h
+        b_q = _load_queries(q_ptr, o_row, tl.arange(0, BLOCK_D)[None, :], m_row, sign, D, INTERPRETED)
+        b_q2 = b_q
+        if BLOCK_D2 > 0:
+            o_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)[None, :]
+            b_q2 = _load_queries(q_ptr, o_row, o_d2, m_row, sign, D, INTERPRETED)
 
         tail = Q
         if TAILS:
@@ -223,26 +248,29 @@ def _attention_kernel(
         page_ptr = page_table_ptr + i_r.to(tl.int64) * stride_table
         o_mask = i_t * stride_mask
         if LEFT:
-            for t in tl.range(t_lo, f_lo, num_stages=1):
+            for n in tl.range(t_lo * BLOCK_N, f_lo * BLOCK_N, TAIL_N, num_stages=1):
                 b_acc, b_max, b_sum = _attend_tile(
-                    b_q, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
-                    t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
+                    b_q, b_q2, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word,
+                    m_row, i_pos, n, lo, hi, K, tail, left, right, scale, softcap,
                     k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
-                    D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
+                    D, D_V, LATENT, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
+                    TAIL_N, BLOCK_D, BLOCK_D2, BLOCK_V,
                 )  # fmt: skip
-        for t in tl.range(f_lo, f_hi, num_stages=STAGES):
+        for n in tl.range(f_lo * BLOCK_N, f_hi * BLOCK_N, BLOCK_N, num_stages=STAGES):
             b_acc, b_max, b_sum = _attend_tile(
-                b_q, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
-                t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
+                b_q, b_q2, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word,
+                m_row, i_pos, n, lo, hi, K, tail, left, right, scale, softcap,
                 k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
-                D, D_V, WORDS, PAGE, False, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
+                D, D_V, LATENT, WORDS, PAGE, False, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
+                BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_V,
             )  # fmt: skip
-        for t in tl.range(f_hi, t_hi, num_stages=1):
+        for n in tl.range(f_hi * BLOCK_N, tl.minimum(hi, t_hi * BLOCK_N), TAIL_N, num_stages=1):
             b_acc, b_max, b_sum = _attend_tile(
-                b_q, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
-                t * BLOCK_N, lo, hi, K, tail, left, right, scale, softcap,
+                b_q, b_q2, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word,
+                m_row, i_pos, n, lo, hi, K, tail, left, right, scale, softcap,
                 k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
-                D, D_V, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED, BLOCK_N, BLOCK_D, BLOCK_V,
+                D, D_V, LATENT, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
+                TAIL_N, BLOCK_D, BLOCK_D2, BLOCK_V,
             )  # fmt: skip
 
         # a sum of 0 rather than a maximum of -inf: a NaN score is lost in the maximum, not in the sum
@@ -279,9 +307,10 @@ def run_passes(
     lse = torch.empty((T, H_q), dtype=torch.float32, device=q.device)
     if T == 0:
         return o, lse
-    tiles = [tile_for(one.max_seqlen_q * (H_q // one.k_cache.shape[2]), max(D, D_v), q.dtype) for one in passes]
+    target, num_sms = device_target(q.device)
+    tiles = [tile_for(_packed_rows(q, one), max(D, D_v), q.dtype, target) for one in passes]
     if num_splits is None:
-        splits = [_splits(q, one, tile) for one, tile in zip(passes, tiles, strict=True)]
+        splits = [_splits(q, one, tile, num_sms) for one, tile in zip(passes, tiles, strict=True)]
     else:
         splits = [num_splits] * len(passes)
     parts = sum(splits)
@@ -299,18 +328,24 @@ def run_passes(
     return o, lse
 
 
-def _row_tiles(q: torch.Tensor, one: Pass, tile: Tile) -> int:
-    return triton.cdiv(one.max_seqlen_q * (q.shape[1] // one.k_cache.shape[2]), tile.block_m)
+def _packed_rows(q: torch.Tensor, one: Pass) -> int:
+    """Rows of the longest request: query rows x heads of the group."""
+    return one.max_seqlen_q * (q.shape[1] // one.k_cache.shape[2])
 
 
-def _splits(q: torch.Tensor, one: Pass, tile: Tile) -> int:
-    """Splits from static shapes; the interpreter runs one program at a time and gains nothing from them."""
-    if runtime.triton_mode() == "interpreted":
-        return 1
-    page_size, H_kv = one.k_cache.shape[1:3]
-    programs = one.page_table.shape[0] * _row_tiles(q, one, tile) * H_kv
-    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    return splits_for(programs, one.page_table.shape[1] * page_size, tile, num_sms)
+def _splits(q: torch.Tensor, one: Pass, tile: Tile, num_sms: int) -> int:
+    page_size, H_kv, D = one.k_cache.shape[1:]
+    D_v = one.v_cache.shape[-1]
+    rows = _packed_rows(q, one)
+    return splits_for(
+        programs=one.page_table.shape[0] * triton.cdiv(rows, tile.block_m) * H_kv,
+        rows=rows,
+        max_keys=one.page_table.shape[1] * page_size,
+        kv_width=(D + D_v) * q.element_size(),
+        out_width=D_v * 4,
+        tile=tile,
+        num_sms=num_sms,
+    )
 
 
 def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float, softcap: float, reads) -> None:
@@ -318,11 +353,12 @@ def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float,
     H_q, D = q.shape[1:]
     page_size, H_kv = one.k_cache.shape[1:3]
     D_v = one.v_cache.shape[-1]
-    tiles = _row_tiles(q, one, tile)
+    tiles = triton.cdiv(_packed_rows(q, one), tile.block_m)
     lengths, rows = one.cache_seqlens.contiguous(), one.cu_seqlens_q.contiguous()
     # lengths stand in for an argument that a constexpr switches off
     mask = one.tree_mask if one.tree_mask is not None else lengths[:, None]
     tails = one.tail_seqlens.contiguous() if one.tail_seqlens is not None else lengths
+    block_d, block_d2 = head_blocks(D)
     unit, cache_strides = _stride_units(one.k_cache, one.v_cache)
     sign = (softmax_scale > 0) - (softmax_scale < 0)
     _attention_kernel[(len(lengths) * tiles, H_kv, splits)](
@@ -331,15 +367,22 @@ def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float,
         float(sign), abs(softmax_scale) if sign else 1.0, softcap, *one.window_size, page_size, tiles,
         *q.stride()[:2], *cache_strides,
         *one.page_table.stride(), *mask.stride(), *o.stride()[:3], *lse.stride(),
-        D=D, D_V=D_v, UNIT=unit, GROUP=H_q // H_kv, WORDS=mask.shape[1],
+        D=D, D_V=D_v, LATENT=D_v == block_d and _same_memory(one.k_cache, one.v_cache), UNIT=unit,
+        GROUP=H_q // H_kv, WORDS=mask.shape[1],
         PAGE=page_size if page_size & (page_size - 1) == 0 and page_size <= 1024 else 0,
         SPLITS=splits, LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
         TREE=one.tree_mask is not None, TAILS=one.tail_seqlens is not None,
         SOFTCAP=softcap > 0, READS=reads is not None, INTERPRETED=runtime.triton_mode() == "interpreted",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(D_v)),
-        STAGES=tile.num_stages, num_warps=tile.num_warps,
+        BLOCK_D=block_d, BLOCK_D2=block_d2, BLOCK_V=max(16, triton.next_power_of_2(D_v)),
+        TAIL_N=tile.tail_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
+        **({} if tile.max_registers is None else {"maxnreg": tile.max_registers}),
     )  # fmt: skip
+
+
+def _same_memory(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether V is a view of K's first columns, as in absorbed MLA: one load then serves both."""
+    return k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
 
 
 def _stride_units(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, list[int]]:
