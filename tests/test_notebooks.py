@@ -33,7 +33,33 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
             "draft_lengths": [1, 7, 2],
             "splits": [1, 11],
         },
-    }
+    },
+    "03_prefix_hit_area": {
+        "one kv head, odd lengths, single tokens as pages": {
+            "seed": 1,
+            "n": 4097,
+            "hit": 1001,
+            "prompt_lengths": [17, 1],
+            "hits": [3, 0],
+            "page_size": 1,
+            "num_q_heads": 3,
+            "num_kv_heads": 1,
+            "head_dim": 20,
+            "timed_tokens": 8192,
+        },
+        "every head its own kv head, long pages, high hits": {
+            "seed": 2,
+            "n": 100000,
+            "hit": 80000,
+            "prompt_lengths": [64, 130, 33, 5],
+            "hits": [63, 100, 32, 2],
+            "page_size": 64,
+            "num_q_heads": 2,
+            "head_dim": 96,
+            "flop_rate": 1e14,
+            "fixed_ms": 200.0,
+        },
+    },
 }
 RUNS = [(name, label) for name, sets in PARAMETER_SETS.items() for label in sets]
 
