@@ -356,7 +356,7 @@ def program_reads(
             (f"pass {order.index(program.launch) + 1}, program {program.index[0]}", rows.tolist())
             for program, rows in programs.items()
         ]
-    looks = {"1": (BLUE, ""), "2": (VERMILLION, "////")}
+    looks = {"1": (BLUE, ""), "2": (VERMILLION, "//")}
     with style():
         counts = [len(programs) for programs in data.values()]
         fig, axes = _panels(len(data), 1, height_ratios=[n + 1.2 for n in counts], sharex=True)
@@ -367,7 +367,7 @@ def program_reads(
             for y, (program, slots) in enumerate(programs):
                 colour, hatch = looks[program.split(",")[0][-1]]
                 bars = [(start - 0.5, length) for start, length in _runs(slots)]
-                ax.broken_barh(bars, (y - 0.36, 0.72), facecolor="white", edgecolor=colour, hatch=hatch or "....")
+                ax.broken_barh(bars, (y - 0.36, 0.72), facecolor="white", edgecolor=colour, hatch=hatch)
             loads = sum(len(slots) for _, slots in programs)
             distinct = len({slot for _, slots in programs for slot in slots})
             ax.set_title(f"{plan}: {loads} tokens loaded, {distinct} distinct")
