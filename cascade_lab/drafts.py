@@ -481,6 +481,7 @@ class VerifyBatch:
             cache_seqlens=self._to_tensor(end - start),
             page_size=self.page_size,
             name="prefix",
+            max_seqlen_q=self._most_rows,
         )
 
     def _shared_level(self) -> Level:
@@ -491,6 +492,7 @@ class VerifyBatch:
             cache_seqlens=self._to_tensor(np.asarray([self.shared_prefix_len])),
             page_size=self.page_size,
             name="shared",
+            max_seqlen_q=self.num_rows,
         )
 
     def _draft_level(self) -> Level:
@@ -516,6 +518,7 @@ class VerifyBatch:
             cache_seqlens=self._to_tensor(lens),
             page_size=1,
             name="expanded",
+            max_seqlen_q=1,
         )
 
     def _fused_level(self) -> Level:
@@ -535,6 +538,7 @@ class VerifyBatch:
             tree_mask=mask.to(self.device),
             tail_seqlens=self._to_tensor(self._nodes),
             name="fused",
+            max_seqlen_q=self._most_rows,
         )
 
     def _row_level(self, table: np.ndarray, lengths: np.ndarray, page_size: int, name: str) -> Level:
@@ -545,7 +549,12 @@ class VerifyBatch:
             cache_seqlens=self._to_tensor(lengths),
             page_size=page_size,
             name=name,
+            max_seqlen_q=1,
         )
+
+    @property
+    def _most_rows(self) -> int:
+        return int(self._row_counts.max()) if len(self._row_counts) else 0
 
     def _offsets(self, counts: np.ndarray) -> torch.Tensor:
         return self._to_tensor(np.concatenate(([0], counts.cumsum())))

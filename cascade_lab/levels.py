@@ -32,6 +32,7 @@ class Level:
         causal: rows are aligned to the bottom right of the level's keys.
         tree_mask, tail_seqlens: as in `attention`.
         name: for tables and messages.
+        max_seqlen_q: at least the most rows of a request, for calls under `unchecked()`, which do not look.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -42,6 +43,7 @@ class Level:
     tree_mask: torch.Tensor | None = None
     tail_seqlens: torch.Tensor | None = None
     name: str = ""
+    max_seqlen_q: int | None = None
 
 
 def cascade_attention(
@@ -101,6 +103,7 @@ def cascade_attention(
                     table,
                     level.cache_seqlens,
                     level.cu_seqlens_q,
+                    max_seqlen_q=level.max_seqlen_q,
                     causal=level.causal,
                     tree_mask=level.tree_mask,
                     tail_seqlens=level.tail_seqlens,

@@ -216,8 +216,10 @@ def prefix_hit_levels(
     prompts = torch.tensor(list(prompt_lens), dtype=torch.int32, device=device)
     cached = torch.tensor(list(hits), dtype=torch.int32, device=device)
     rows = torch.nn.functional.pad((prompts - cached).cumsum(0), (1, 0)).to(torch.int32)
+    most = max((n - hit for n, hit in zip(prompt_lens, hits, strict=True)), default=0)
     if not split:
-        return (Level(rows, page_table, prompts, page_size, causal=True, name="suffix over prefix and suffix"),)
+        name = "suffix over prefix and suffix"
+        return (Level(rows, page_table, prompts, page_size, causal=True, name=name, max_seqlen_q=most),)
     # the triangle starts at token H, so its pages are as fine as every H needs
     fine = math.gcd(page_size, *(int(hit) for hit in hits))
     parts = page_size // fine
@@ -226,8 +228,8 @@ def prefix_hit_levels(
     inside = column < paging.pages_needed(prompts.long(), fine)[:, None]
     suffix = torch.where(inside, tokens.gather(1, column.clamp(max=tokens.shape[1] - 1)), -1).to(torch.int32)
     return (
-        Level(rows, page_table, cached, page_size, name="rectangle"),
-        Level(rows, suffix, prompts - cached, fine, causal=True, name="triangle"),
+        Level(rows, page_table, cached, page_size, name="rectangle", max_seqlen_q=most),
+        Level(rows, suffix, prompts - cached, fine, causal=True, name="triangle", max_seqlen_q=most),
     )
 
 

@@ -185,13 +185,13 @@ def _attend_tile(
 @triton.jit
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, page_table_ptr, lengths_ptr, rows_ptr, mask_ptr, tails_ptr, o_ptr, lse_ptr, reads_ptr,
-    sign, scale, softcap, left, right, page_size, tiles_per_request,
+    sign, scale, softcap, left, right, page_size, tiles_per_request, num_splits,
     stride_q_t, stride_q_h, stride_k_page, stride_k_slot, stride_k_h, stride_v_page, stride_v_slot, stride_v_h,
     stride_table, stride_table_page, stride_mask, stride_mask_word,
     stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
     D: tl.constexpr, D_V: tl.constexpr, LATENT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+    PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
     TAILS: tl.constexpr, SOFTCAP: tl.constexpr, READS: tl.constexpr, INTERPRETED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_V: tl.constexpr, TAIL_N: tl.constexpr, STAGES: tl.constexpr,
@@ -229,7 +229,7 @@ def _attention_kernel(
         # tiles [t_lo, t_hi) hold [lo, hi); this split takes an equal share; tiles [f_lo, f_hi) of it need no mask
         t_lo = lo // BLOCK_N
         t_hi = tl.maximum(t_lo, (hi + BLOCK_N - 1) // BLOCK_N)
-        share = (t_hi - t_lo + SPLITS - 1) // SPLITS
+        share = (t_hi - t_lo + num_splits - 1) // num_splits
         t_lo = tl.minimum(t_hi, t_lo + i_split * share)
         t_hi = tl.minimum(t_hi, t_lo + share)
         f_lo = tl.minimum(t_hi, tl.maximum(t_lo, (all_lo + BLOCK_N - 1) // BLOCK_N))
@@ -364,13 +364,13 @@ def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float,
     _attention_kernel[(len(lengths) * tiles, H_kv, splits)](
         q, one.k_cache, one.v_cache, one.page_table, lengths, rows, mask, tails, o, lse,
         reads if reads is not None else lengths,
-        float(sign), abs(softmax_scale) if sign else 1.0, softcap, *one.window_size, page_size, tiles,
+        float(sign), abs(softmax_scale) if sign else 1.0, softcap, *one.window_size, page_size, tiles, splits,
         *q.stride()[:2], *cache_strides,
         *one.page_table.stride(), *mask.stride(), *o.stride()[:3], *lse.stride(),
         D=D, D_V=D_v, LATENT=D_v == block_d and _same_memory(one.k_cache, one.v_cache), UNIT=unit,
         GROUP=H_q // H_kv, WORDS=mask.shape[1],
         PAGE=page_size if page_size & (page_size - 1) == 0 and page_size <= 1024 else 0,
-        SPLITS=splits, LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
+        LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
         TREE=one.tree_mask is not None, TAILS=one.tail_seqlens is not None,
         SOFTCAP=softcap > 0, READS=reads is not None, INTERPRETED=runtime.triton_mode() == "interpreted",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,

@@ -119,11 +119,11 @@ def _merge_many_kernel(
     _store_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d, b_acc, b_max, b_sum, INTERPRETED)
 
 
-def _launch(kernel, rows: int, D: int, *args) -> None:
+def _launch(kernel, rows: int, D: int, itemsize: int, *args) -> None:
     """Rows x columns of a program fill 4 warps with 16-byte accesses; the interpreter pays per program: more rows."""
     interpreted = runtime.triton_mode() == "interpreted"
     block_d = triton.next_power_of_2(D)
-    block_r = max(1, (16384 if interpreted else 512) // block_d)
+    block_r = max(1, (16384 if interpreted else 4 * 32 * 16 // itemsize) // block_d)
     grid = (triton.cdiv(rows, block_r),)
     kernel[grid](*args, D=D, BLOCK_R=block_r, BLOCK_D=block_d, INTERPRETED=interpreted, num_warps=4)
 
@@ -136,7 +136,8 @@ def merge_pair(
     if T * H == 0:
         return
     strides = [s for x in (o_a, lse_a, o_b, lse_b, o, lse) for s in x.stride()[:2]]
-    _launch(_merge_pair_kernel, T * H, D, o_a, lse_a, o_b, lse_b, o, lse, T * H, H, *strides)
+    itemsize = min(o_a.element_size(), o_b.element_size())
+    _launch(_merge_pair_kernel, T * H, D, itemsize, o_a, lse_a, o_b, lse_b, o, lse, T * H, H, *strides)
 
 
 def merge_many(os: torch.Tensor, lses: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
@@ -145,4 +146,4 @@ def merge_many(os: torch.Tensor, lses: torch.Tensor, o: torch.Tensor, lse: torch
     if T * H == 0:
         return
     strides = [s for x in (os, lses) for s in x.stride()[:3]] + [s for x in (o, lse) for s in x.stride()[:2]]
-    _launch(_merge_many_kernel, T * H, D, os, lses, o, lse, T * H, S, H, *strides)
+    _launch(_merge_many_kernel, T * H, D, os.element_size(), os, lses, o, lse, T * H, S, H, *strides)
