@@ -358,8 +358,8 @@ def survey(progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Inspect everything, two compilations at a time, and return it as JSON values.
 
     Returns:
-        "rows" of the table and odd shapes on each target, "merges", "amd" (compiled for gfx942), the "worked example" with
-        the sum-up number, and "provenance".
+        "rows" of the table and odd shapes on each target, "merges", "amd" (compiled for gfx942), the "worked example"
+        with the sum-up number, and "provenance".
     """
     works, example = [*table_works(), *odd_works()], worked_example()
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
@@ -388,31 +388,33 @@ def survey(progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The survey as a table of text, its last line the sum-up number."""
-    head = f"{'D':>4} {'rows':>4} {'mask':6} {'':14} {'target':7} {'tile':9} {'regs':>4} {'spill':>5} {'issue':>6}  products, copies"
+    head = ("D", "rows", "mask", "cache", "target", "tile", "registers", "spill", "issue", "products, copies")
     lines = [head]
     for row in found["rows"]:
-        work = row["work"]
-        odd = [f"stride {work['row_stride']}" if work["row_stride"] else "", f"page {work['page_size']}"]
+        work, products = row["work"], ", ".join(row["products"])
+        cache = f"stride {work['row_stride']}" if work["row_stride"] else f"page {work['page_size']}"
         tile = f"{row['block_m']}x{row['block_n']} w{row['num_warps']}"
-        copies = ", ".join(f"{n} {op}" for op, n in row["copies"].items())
-        lines.append(
-            f"{work['head_dim']:>4} {work['rows']:>4} {work['mask']:6} {odd[0] or odd[1]:14} {row['target']:7} {tile:9} "
-            f"{row['registers']:>4} {row['spill_bytes']:>5} {row['issue']:>6.3f}  {', '.join(row['products'])}; {copies}"
-        )
+        shown = (work["head_dim"], work["rows"], work["mask"], cache, row["target"], tile)
+        counts = (row["registers"], row["spill_bytes"], f"{row['issue']:.3f}", f"{products}; {_listed(row['copies'])}")
+        lines.append((*shown, *counts))
     for row in found["merges"]:
-        copies = ", ".join(f"{n} {op}" for op, n in row["copies"].items())
-        lines.append(
-            f"{row['head_dim']:>4} {row['kernel'][:26]:26} {row['target']:7} {'':9} {row['registers']:>4} "
-            f"{row['spill_bytes']:>5} {'':6}  {copies}"
-        )
+        kernel = row["kernel"].removesuffix("_kernel")
+        shown = (row["head_dim"], "", "", kernel, row["target"], f"w{row['num_warps']}")
+        lines.append((*shown, row["registers"], row["spill_bytes"], "", _listed(row["copies"])))
+    widths = [max(len(str(line[i])) for line in lines) for i in range(len(head))]
+    texts = ["  ".join(str(cell).ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     example = found["worked example"]
-    lines.append(
+    texts.append(
         f"launches {example['launches without splits']} without splits, {example['launches']} with; "
         f"partial states {example['partials over KV bytes']:.1%} of the KV bytes; "
         f"{sum(row['compiles'] for row in found['amd'])} of {len(found['amd'])} rows compile for gfx942"
     )
-    lines.append(f"issue x K tokens loaded / compulsory: {example['issue x loaded / compulsory']:.4f}")
-    return "\n".join(lines)
+    texts.append(f"issue x K tokens loaded / compulsory: {example['issue x loaded / compulsory']:.4f}")
+    return "\n".join(texts)
+
+
+def _listed(copies: dict[str, int]) -> str:
+    return ", ".join(f"{n} {operation}" for operation, n in copies.items())
 
 
 def in_child(expression: str) -> Any:

@@ -42,10 +42,17 @@ _TILES = {
     256: (Tile(16, 64, 8), Tile(32, 32, 8), Tile(64, 32, 8)),
     1024: (Tile(16, 32, 4), Tile(32, 32, 8)),
 }
-# where a target needs other tiles: registers on sm_80, 64 KiB of shared memory on gfx942
+# where a target needs other tiles: few registers on sm_80, 64 KiB of shared memory on gfx942; a register limit of its
+# own where the assembler would spill to fit one more program
 _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("sm_80", 64): (Tile(16, 64, 4, tail_n=32), Tile(32, 64, 4), Tile(64, 64, 4), Tile(128, 64, 4, tail_n=32)),
-    ("sm_80", 128): (Tile(16, 64, 4), Tile(32, 64, 8), Tile(64, 64, 8), Tile(128, 64, 8, tail_n=32)),
+    ("sm_80", 128): (
+        Tile(16, 64, 4),
+        Tile(32, 64, 8, max_registers=168),
+        Tile(64, 64, 8),
+        Tile(128, 64, 8, tail_n=32),
+    ),
+    ("sm_100", 64): (*_TILES[64][:3], Tile(128, 64, 8, max_registers=255)),
     ("gfx942", 64): tuple(Tile(m, 64, 4, 2) for m in (16, 32, 64, 128)),
     ("gfx942", 128): tuple(Tile(m, 32, 4, 2) for m in (16, 32, 64, 128)),
     ("gfx942", 256): tuple(Tile(m, 16, 4, 2) for m in (16, 32, 64)),
