@@ -29,10 +29,12 @@ from cascade_lab.states import (
     merge_state,
     merge_states,
 )
+from cascade_lab.trigger import DeviceModel, should_cascade
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeviceModel",
     "DraftTree",
     "Ledger",
     "Level",
@@ -60,4 +62,5 @@ __all__ = [
     "remaining_scattered",
     "runtime",
     "scale_breakdown",
+    "should_cascade",
 ]

@@ -34,6 +34,26 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
             "splits": [1, 11],
         },
     },
+    "02_cascade_read_volume": {
+        "one branch, no prefix, long pages": {
+            "topk": 1,
+            "counted_prefixes": [0, 33],
+            "counted_steps": [1, 4],
+            "page_size": 64,
+            "num_q_heads": 8,
+            "num_kv_heads": 1,
+            "clock_mebibytes": 64,
+        },
+        "many branches, single tokens as pages": {
+            "topk": 8,
+            "counted_prefixes": [65, 7],
+            "counted_steps": [7, 1],
+            "page_size": 1,
+            "head_dim": 64,
+            "ragged_prefixes": [1, 0, 3, 70],
+            "clock_branches": 2,
+        },
+    },
     "03_prefix_hit_area": {
         "one kv head, odd lengths, single tokens as pages": {
             "seed": 1,
@@ -58,6 +78,29 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
             "head_dim": 96,
             "flop_rate": 1e14,
             "fixed_ms": 200.0,
+        },
+    },
+    "04_other_regions": {
+        "two kv heads, single tokens as pages, narrow window": {
+            "seed": 1,
+            "brute_force_n": 300,
+            "hit_ratio": 0.25,
+            "kernel_lengths": [50, 9],
+            "kernel_hits": [49, 0],
+            "kernel_window": 7,
+            "num_kv_heads": 2,
+            "page_size": 1,
+        },
+        "three heads a group, long pages, a window wider than the prompts": {
+            "seed": 2,
+            "brute_force_n": 96,
+            "hit_ratio": 0.875,
+            "kernel_lengths": [130, 20, 1],
+            "kernel_hits": [111, 1, 0],
+            "kernel_window": 400,
+            "num_q_heads": 6,
+            "num_kv_heads": 2,
+            "page_size": 64,
         },
     },
 }
