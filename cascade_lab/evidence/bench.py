@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,8 @@ HOLDS, FAILS, NOT_MEASURED, NO_BOUND = "holds", "fails", "not measured here", "r
 
 IMPORT_BOUND_S = 0.3
 SDPA_BOUND = 1.5
+PLANS_BOUND_MS = 50.0
+REGIONS_BOUND_S = 1.0
 NOTEBOOK_BOUND_S = 30.0
 # Extra memory at the longest cache over that at the shortest; a row of scores alone would grow as the length does.
 MEMORY_GROWTH_BOUND = 1.25
@@ -92,15 +94,57 @@ RECORDED_WORKS = (
 MEMORY_LENGTHS = (8192, 32768, 131072)
 
 
+@dataclass(frozen=True)
+class VerifyShape:
+    """A batch of equal requests whose draft trees are verified, one query row per branch."""
+
+    length: int
+    topk: int
+    steps: int = 4
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 2
+    page_size: int = 16
+
+    def __str__(self) -> str:
+        return f"L={self.length} topk={self.topk} B={self.batch} {self.heads}/{self.kv_heads} heads"
+
+
+VERIFY_SHAPES = (VerifyShape(32768, 4), VerifyShape(8192, 4, batch=4), VerifyShape(32768, 16))
+# requests, prefix tokens, branches and steps of the batch whose plans are built
+PLANNED = (256, 32768, 4, 16)
+REGION_PAIRS = 10**6
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `cascade-lab bench`."""
-    parser.add_argument("--cpu", action="store_true", help="measure the import, the torch backend and notebook 01")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and shorter caches; bounds stay as they are")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--cpu",
+        action="store_true",
+        help="measure the CPU instead of a GPU: the import, the torch backend, plans, regions and notebook 01",
+    )
+    kind.add_argument(
+        "--smoke", action="store_true", help="run every section at tiny sizes, without a GPU too; times mean nothing"
+    )
+    kind.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the figures of a recorded GPU run, measure nothing"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="about two minutes: fewer points, rounds and checks; bounds stay"
+    )
+    parser.add_argument(
+        "--max-autotune", action="store_true", help="let FlexAttention be tuned, minutes for each shape (GPU)"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="S", help="seconds for the GPU's sections; what does not fit is skipped"
+    )
     parser.add_argument(
         "--output",
         type=Path,
-        metavar="FILE",
-        help=f"JSON file to write (default: {DEFAULT_OUTPUT.as_posix()})",
+        metavar="PATH",
+        help=f"JSON file to write (default: {DEFAULT_OUTPUT.as_posix()}, on a GPU gpu_<name>.json beside it); "
+        "with --plot the folder of the figures (default: figures/)",
     )
 
 
@@ -108,18 +152,47 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON file. 0 when no bound is missed, 1 otherwise or when nothing ran."""
     from cascade_lab import runtime
 
+    if args.plot is not None:
+        from cascade_lab.evidence import bench_figures
+
+        for path in bench_figures.write(args.plot, args.output or Path("figures")):
+            print(path.as_posix())
+        return 0
     if not args.cpu:
-        print(f"bench: kernels are measured on a GPU, and {runtime.device_reason()}; measure the CPU with: bench --cpu")
-        return 1
+        return _run_gpu(args)
     output = args.output or DEFAULT_OUTPUT
     sections = (
         ("import", lambda: import_time(3 if args.quick else 7)),
         ("speed", lambda: speed(7 if args.quick else 21)),
+        ("verify", lambda: verify(VERIFY_SHAPES[:1] if args.quick else VERIFY_SHAPES, 7 if args.quick else 21)),
+        ("plans", lambda: plans(3 if args.quick else 7)),
+        ("regions", lambda: regions(3 if args.quick else 7)),
         ("memory", lambda: memory(MEMORY_LENGTHS[:2] if args.quick else MEMORY_LENGTHS)),
         ("notebook", notebook_time),
     )
     record = {"provenance": runtime.provenance(), "quick": args.quick}
     return report(sections, output, record)
+
+
+def _run_gpu(args: argparse.Namespace) -> int:
+    from cascade_lab import runtime
+
+    if not args.smoke and runtime.device().type != "cuda":
+        reason = runtime.device_reason()
+        print(
+            f"bench: kernels are measured on a GPU, and {reason}; measure the CPU with: bench --cpu, "
+            "or try the GPU's benchmark at tiny sizes with: bench --smoke"
+        )
+        return 1
+    if runtime.triton_mode() == "absent":
+        print("bench: the kernels need Triton, which is not installed; measure the CPU with: bench --cpu")
+        return 1
+    from cascade_lab.evidence import gpu_bench
+
+    scale = gpu_bench.SMOKE if args.smoke else gpu_bench.QUICK if args.quick else gpu_bench.FULL
+    if args.budget is not None:
+        scale = replace(scale, budget_s=args.budget)
+    return gpu_bench.run(scale, args.output, quick=args.quick, smoke=args.smoke, max_autotune=args.max_autotune)
 
 
 def report(
@@ -163,7 +236,12 @@ def speed(rounds: int) -> Iterator[Row]:
 
 
 def compare(
-    name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int, bound: float | None
+    name: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    rounds: int,
+    bound: float | None,
+    section: str = "speed",
 ) -> Row:
     """Median over rounds of time(ours) / time(theirs), from the rounds that ran undisturbed."""
     for call in (ours, theirs, ours, theirs):
@@ -180,8 +258,70 @@ def compare(
         seconds.append(ours_s)
     note = f"{disturbed} of {disturbed + len(ratios)} rounds disturbed"
     if len(ratios) < min(rounds, MIN_ROUNDS):
-        return Row("speed", name, None, "x", bound, note=f"machine too busy: {note}")
-    return _spread("speed", name, ratios, "x", bound, f"{statistics.median(seconds) * 1e3:.1f} ms, {note}")
+        return Row(section, name, None, "x", bound, note=f"machine too busy: {note}")
+    return _spread(section, name, ratios, "x", bound, f"{statistics.median(seconds) * 1e3:.1f} ms, {note}")
+
+
+def verify(shapes: tuple[VerifyShape, ...], rounds: int) -> Iterator[Row]:
+    """Time of each plan on the torch backend over SDPA with a dense mask, and of naive over cascade: the same work."""
+    for shape in shapes:
+        calls, theirs, ratio = _verify_calls(shape)
+        for plan, ours in calls.items():
+            bound = SDPA_BOUND if plan == "fused" else None
+            yield compare(f"{plan} / SDPA, {shape}", ours, theirs, rounds, bound, "verify")
+        name = f"naive / cascade, {shape}; the ledger says {ratio:.2f}"
+        yield compare(name, calls["naive"], calls["cascade"], rounds, None, "verify")
+
+
+def plans(rounds: int) -> Iterator[Row]:
+    """Milliseconds to build the three plans of a large batch, beyond those to allocate and fill the same tensors."""
+    import torch
+
+    from cascade_lab import DraftTree, VerifyBatch
+
+    requests, length, topk, steps = PLANNED
+    trees = [DraftTree.branches(topk, steps)] * requests
+
+    def build() -> list[object]:
+        batch = VerifyBatch([length] * requests, trees, 16, "branch")
+        return [level for plan in ("naive", "cascade", "fused") for level in batch.levels(plan)]
+
+    tensors = [x for level in build() for x in vars(level).values() if isinstance(x, torch.Tensor)]
+
+    def fill() -> list[object]:
+        return [torch.full_like(x, 7) for x in tensors]
+
+    build(), fill()
+    beyond = [(_seconds(build) - _seconds(fill)) * 1e3 for _ in range(rounds)]
+    size = sum(x.numel() * x.element_size() for x in tensors) / 1e6
+    name = f"three plans, B={requests} L={length} {topk * steps} nodes in {topk} branches, page 16"
+    yield _spread("plans", name, beyond, "ms", PLANS_BOUND_MS, f"beyond filling their {size:.0f} MB of tensors")
+
+
+def regions(rounds: int) -> Iterator[Row]:
+    """Seconds for the totals of many (prompt, hit) pairs, for each kind of region."""
+    import numpy as np
+
+    from cascade_lab import regions as rules
+
+    draw = np.random.default_rng(0)
+    n = draw.integers(1, 1 << 20, REGION_PAIRS)
+    hit = (n * draw.random(REGION_PAIRS)).astype(np.int64)
+    kinds = (
+        rules.Dense(),
+        rules.SlidingWindow(4096),
+        rules.SinkWindow(4, 4096),
+        rules.Chunked(8192),
+        rules.TopK(2048),
+        rules.TopKBlocks(128, 16),
+        rules.NSA(32, 16, 64, 16, 512),
+        rules.CSA(4, 512, 128),
+        rules.HCA(128, 128),
+    )
+    for kind in kinds:
+        seconds = [_seconds(lambda kind=kind: kind.total(n) - kind.total(hit)) for _ in range(rounds)]
+        name = f"totals of {REGION_PAIRS} (N, H) pairs, {type(kind).__name__}"
+        yield _spread("regions", name, seconds, "s", REGIONS_BOUND_S, "")
 
 
 def memory(lengths: tuple[int, ...]) -> Iterator[Row]:
@@ -276,6 +416,31 @@ def _calls(work: Work) -> tuple[Callable[[], object], Callable[[], object]]:
         )
 
     return ours, theirs
+
+
+def _verify_calls(shape: VerifyShape) -> tuple[dict[str, Callable[[], object]], Callable[[], object], float]:
+    """The plans on the torch backend, SDPA on the same numbers, and the ledger's naive / cascade ratio."""
+    import torch
+
+    from cascade_lab import DraftTree, VerifyBatch, cascade_attention, ledger
+    from cascade_lab.evidence import gpu_peers
+
+    gen = torch.Generator().manual_seed(0)
+    trees = [DraftTree.branches(shape.topk, shape.steps)] * shape.batch
+    pages = -(-(shape.length + trees[0].size) // shape.page_size)
+    table = torch.randperm(shape.batch * pages, generator=gen).view(shape.batch, pages).int()
+    batch = VerifyBatch([shape.length] * shape.batch, trees, shape.page_size, "branch", page_table=table)
+    cache = (batch.num_pages, shape.page_size, shape.kv_heads, HEAD_DIM)
+    k, v = (torch.randn(cache, generator=gen) for _ in range(2))
+    q = torch.randn(batch.num_rows, shape.heads, HEAD_DIM, generator=gen)
+    levels = {plan: batch.levels(plan) for plan in ("naive", "cascade", "fused")}
+
+    def call(plan: str) -> Callable[[], object]:
+        return lambda: cascade_attention(q, k, v, levels[plan], backend="torch")
+
+    work = gpu_peers.VerifyWork(q, k, v, batch, levels["naive"][0])
+    ratio = ledger(levels["naive"]).kv_tokens / ledger(levels["cascade"]).kv_tokens
+    return {plan: call(plan) for plan in levels}, gpu_peers.sdpa(work, False).call, ratio
 
 
 def _seconds(call: Callable[[], object]) -> float:
