@@ -11,31 +11,16 @@ arguments and picks a backend; the loops are in `backends`, and merging passes i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-from cascade_lab import paging, runtime
-from cascade_lab.states import State, merge_states
+from cascade_lab import ops, paging, runtime
+from cascade_lab.ops import Pass
+from cascade_lab.states import State
 
 INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}
 INPUT_DTYPES["torch"] = (*INPUT_DTYPES["triton"], torch.float64)
 MAX_SPLITS = 1024
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One pass with its arguments checked and filled in: what a backend runs. Causal is window right = 0."""
-
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    page_table: torch.Tensor
-    cache_seqlens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    max_seqlen_q: int
-    window_size: tuple[int, int]
-    tree_mask: torch.Tensor | None
-    tail_seqlens: torch.Tensor | None
 
 
 def attention(
@@ -68,7 +53,7 @@ def attention(
         page_table: `[R, max_pages]` int32. Only the pages of the first cache_seqlens[r] tokens are looked at.
         cache_seqlens: `[R]` int32, tokens read per request, newly written ones included.
         cu_seqlens_q: `[R + 1]` int32 row offsets from 0 to T; None means one row per request (T = R).
-        max_seqlen_q: at least the largest number of rows of a request; computed when absent.
+        max_seqlen_q: at least the largest number of rows of a request; computed when absent (T while compiling).
         softmax_scale: factor on the scores, any finite number; None means D ** -0.5.
         causal: row i sees keys up to its own position (window right = 0).
         tree_mask: `[T, words]` int64. Bit b (word b // 64, bit b % 64) of a row lets it see key b of the tail, the last
@@ -89,6 +74,8 @@ def attention(
     Raises:
         TypeError: wrong type or dtype. ValueError: wrong rank, shape, device, stride or value. Nothing has run then.
         RuntimeError: a gradient is required on the Triton backend, or the backend cannot run here.
+
+    Under torch.compile a call is one operator, and checks that read values are skipped as in `runtime.unchecked()`.
 
     Names and alignment follow flash-attention; splitting keys follows Flash-Decoding (Dao et al., 2023).
     """
@@ -136,24 +123,20 @@ def run_passes(
         raise TypeError(f"out_dtype: expected one of {allowed} on backend {backend!r}, given {out_dtype}")
     k_cache, v_cache = passes[0].k_cache, passes[0].v_cache
     _check_reads(reads, k_cache.shape[2], q)
-    common = dict(softmax_scale=softmax_scale, softcap=softcap, num_splits=num_splits, reads=reads)
-    if backend == "triton":
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
-            raise RuntimeError(
-                "attention has no gradient on backend='triton'; "
-                "use backend='torch', torch.no_grad(), or detached inputs"
-            )
-        from cascade_lab.backends.triton.attention import run_passes as run_triton
-
-        return State(*run_triton(q, passes, out_dtype=out_dtype, **common))
-    from cascade_lab.backends.torch import attention as run_torch
-
-    partial_dtype = out_dtype if len(passes) == 1 else torch.promote_types(torch.float32, q.dtype)
-    states = [run_torch(q, **vars(one), out_dtype=partial_dtype, **common) for one in passes]
-    if len(states) == 1:
-        return State(*states[0])
-    o, lse = (torch.stack(parts, dim=1) for parts in zip(*states, strict=True))
-    return merge_states(o, lse, out_dtype=out_dtype, backend=backend)
+    if backend == "triton" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
+        raise RuntimeError(ops.NO_TRITON_GRADIENT)
+    return State(
+        *ops.run_passes(
+            q,
+            passes,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            num_splits=num_splits,
+            out_dtype=out_dtype,
+            reads=reads,
+            backend=backend,
+        )
+    )
 
 
 def check_pass(
@@ -252,9 +235,10 @@ def _check_index(name: str, x, rank: int, q: torch.Tensor, length: int | None = 
 
 
 def _check_int(name: str, x, low: int, high: int | None = None) -> int:
-    if isinstance(x, bool) or not hasattr(x, "__index__"):
+    if isinstance(x, bool) or not (isinstance(x, int) or hasattr(x, "__index__")):
         raise TypeError(f"{name}: expected an integer, given {type(x).__name__} {x!r}")
-    x = x.__index__()
+    if not isinstance(x, int):
+        x = x.__index__()
     if x < low or (high is not None and x > high):
         bounds = f">= {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name}: expected an integer {bounds}, given {x}")
@@ -264,7 +248,7 @@ def _check_int(name: str, x, low: int, high: int | None = None) -> int:
 def _check_float(name: str, x) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}: expected a number, given {type(x).__name__} {x!r}")
-    if not math.isfinite(x):
+    if not -math.inf < x < math.inf:
         raise ValueError(f"{name}: expected a finite number, given {x}")
     return float(x)
 

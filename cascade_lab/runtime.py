@@ -88,17 +88,24 @@ def pick_backend(backend: str, tensor: torch.Tensor) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, given {backend!r}")
-    on_gpu = tensor.device.type == "cuda"
     if backend == "auto":
-        backend = "triton" if on_gpu else "torch"
-    if backend == "triton":
-        require_triton()
-        if not on_gpu and triton_mode() == "compiled":
-            raise RuntimeError(
-                f"backend='triton' on {tensor.device.type} tensors runs in Triton's interpreter, but kernels are "
-                f"compiled in this process; start Python with {SWITCH}=1, or use backend='torch'"
-            )
+        backend = "triton" if tensor.device.type == "cuda" else "torch"
+    # a compiler cannot trace an import, so there the operators' fakes ask
+    if not torch.compiler.is_compiling():
+        require_backend(backend, tensor)
     return backend
+
+
+def require_backend(backend: str, tensor: torch.Tensor) -> None:
+    """Raise RuntimeError when "triton" is missing or runs in a mode that cannot take the tensor's device."""
+    if backend != "triton":
+        return
+    require_triton()
+    if tensor.device.type != "cuda" and triton_mode() == "compiled":
+        raise RuntimeError(
+            f"backend='triton' on {tensor.device.type} tensors runs in Triton's interpreter, but kernels are "
+            f"compiled in this process; start Python with {SWITCH}=1, or use backend='torch'"
+        )
 
 
 def check_is_tensor(name: str, x) -> None:
@@ -108,16 +115,21 @@ def check_is_tensor(name: str, x) -> None:
 
 
 def checks_enabled() -> bool:
-    """False inside `unchecked()`: checks that would read device memory back are skipped."""
-    return _checked.get()
+    """False inside `unchecked()` and while torch.compile traces: checks that would read values back are skipped."""
+    return not torch.compiler.is_compiling() and _checked.get()
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Skip the checks that read tensors' values back (page indices, lengths), as CUDA graph capture needs.
 
+    torch.compile has no values to read, so compiled calls skip them everywhere.
+
     Shapes, dtypes, devices and strides are still checked. Wrong values inside are undefined behaviour.
     """
+    if torch.compiler.is_compiling():  # skipped already, and a context variable cannot be set while tracing
+        yield
+        return
     token = _checked.set(False)
     try:
         yield

@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cascade_lab import runtime
 
@@ -52,7 +53,8 @@ def merge_state(
             unit last stride.
         lse_a, lse_b: `[T, H]` float32 (float64 on the torch backend), natural log, any strides: a transposed `[H, T]`
             tensor is read in place. -inf and +inf both mean "no keys"; NaN propagates.
-        out, out_lse: where to write, `[T, H, D]` and `[T, H]`; each may be one of the inputs, whole.
+        out, out_lse: where to write, `[T, H, D]` and `[T, H]`; each may be one of the inputs, whole. Memory of inputs
+            is compared by address, so not under torch.compile.
         out_dtype: dtype of o; default the promoted dtype of o_a and o_b, or the dtype of `out`.
         backend: "auto", "triton" or "torch".
 
@@ -76,12 +78,14 @@ def merge_state(
     _check_out("out", out, o_a.shape, out_dtype, o_a.device, inputs, unit_last_stride=True)
     _check_out("out_lse", out_lse, lse_a.shape, lse_dtype, o_a.device, inputs | {"out": out}, unit_last_stride=False)
     if out is None and out_lse is None:
-        return State(*_MergePair.apply(o_a, lse_a, o_b, lse_b, out_dtype, backend))
+        merge = _merge_state_op if torch.compiler.is_compiling() else _MergePair.apply
+        return State(*merge(o_a, lse_a, o_b, lse_b, out_dtype, backend))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.values(), out, out_lse) if x is not None):
         raise ValueError("out, out_lse: expected None when a gradient is required, given a tensor to write into")
     o = out if out is not None else torch.empty(o_a.shape, dtype=out_dtype, device=o_a.device)
     lse = out_lse if out_lse is not None else torch.empty(lse_a.shape, dtype=lse_dtype, device=o_a.device)
-    _merge_pair_into(o_a, lse_a, o_b, lse_b, o, lse, backend)
+    merge_into = _merge_state_out_op if torch.compiler.is_compiling() else _merge_pair_into
+    merge_into(o_a, lse_a, o_b, lse_b, o, lse, backend)
     return State(o, lse)
 
 
@@ -112,7 +116,8 @@ def merge_states(
     out_dtype = _resolve_out_dtype(None, out_dtype, o.dtype)
     backend = runtime.pick_backend(backend, o)
     _check_backend_dtypes(backend, {"o": o, "lse": lse}, out_dtype)
-    return State(*_MergeMany.apply(o, lse, out_dtype, backend))
+    merge = _merge_states_op if torch.compiler.is_compiling() else _MergeMany.apply
+    return State(*merge(o, lse, out_dtype, backend))
 
 
 def lse_from_base2(lse: torch.Tensor) -> torch.Tensor:
@@ -161,55 +166,113 @@ def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tens
     return lse.transpose(1, 2)[kept]
 
 
-def _merge_pair_into(o_a, lse_a, o_b, lse_b, o, lse, backend: str) -> None:
+def _merge_pair_into(
+    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor, out_lse: Tensor, backend: str
+) -> None:
     if backend == "triton":
         from cascade_lab.backends.triton import merge
 
-        merge.merge_pair(o_a, lse_a, o_b, lse_b, o, lse)
+        merge.merge_pair(o_a, lse_a, o_b, lse_b, out, out_lse)
     else:
-        _merge_torch((o_a, o_b), (lse_a, lse_b), o, lse)
+        _merge_torch((o_a, o_b), (lse_a, lse_b), out, out_lse)
+
+
+def _new_pair(o_a, lse_a, lse_b, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.promote_types(lse_a.dtype, lse_b.dtype)
+    return o_a.new_empty(o_a.shape, dtype=out_dtype), lse_a.new_empty(lse_a.shape, dtype=lse_dtype)
+
+
+def _merge_pair(
+    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out_dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
+    o, lse = _new_pair(o_a, lse_a, lse_b, out_dtype)
+    _merge_pair_into(o_a, lse_a, o_b, lse_b, o, lse, backend)
+    return o, lse
+
+
+def _keep_pair(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+
+
+def _merge_pair_backward(ctx, grad_o, grad_lse):
+    o_a, lse_a, o_b, lse_b, *merged = ctx.saved_tensors
+    grads = (_merge_backward(*part, *merged, grad_o, grad_lse) for part in ((o_a, lse_a), (o_b, lse_b)))
+    return *next(grads), *next(grads), None, None
+
+
+def _new_merged(os, lses, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    T, _, H, D = os.shape
+    return os.new_empty((T, H, D), dtype=out_dtype), lses.new_empty((T, H))
+
+
+def _merge_many(o: Tensor, lse: Tensor, out_dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
+    merged_o, merged_lse = _new_merged(o, lse, out_dtype)
+    if backend == "triton":
+        from cascade_lab.backends.triton import merge
+
+        merge.merge_many(o, lse, merged_o, merged_lse)
+    else:
+        _merge_torch(o.unbind(1), lse.unbind(1), merged_o, merged_lse)
+    return merged_o, merged_lse
+
+
+def _keep_many(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2], *output)
+
+
+def _merge_many_backward(ctx, grad_o, grad_lse):
+    os, lses, *merged = ctx.saved_tensors
+    # the merged row stands beside each of its S parts
+    row = (x.unsqueeze(1) for x in (*merged, grad_o, grad_lse))
+    return *_merge_backward(os, lses, *row), None, None
 
 
 class _MergePair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, o_a, lse_a, o_b, lse_b, out_dtype, backend):
-        o = torch.empty(o_a.shape, dtype=out_dtype, device=o_a.device)
-        lse = torch.empty(lse_a.shape, dtype=torch.promote_types(lse_a.dtype, lse_b.dtype), device=o_a.device)
-        _merge_pair_into(o_a, lse_a, o_b, lse_b, o, lse, backend)
-        ctx.save_for_backward(o_a, lse_a, o_b, lse_b, o, lse)
-        return o, lse
+    def forward(ctx, *inputs):  # a separate setup_context would cost as much as a small merge
+        output = _merge_pair(*inputs)
+        _keep_pair(ctx, inputs, output)
+        return output
 
-    @staticmethod
-    def backward(ctx, grad_o, grad_lse):
-        o_a, lse_a, o_b, lse_b, o, lse = ctx.saved_tensors
-        grads = (
-            *_merge_backward(o_a, lse_a, o, lse, grad_o, grad_lse),
-            *_merge_backward(o_b, lse_b, o, lse, grad_o, grad_lse),
-        )
-        return *grads, None, None
+    backward = staticmethod(_merge_pair_backward)
 
 
 class _MergeMany(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, os, lses, out_dtype, backend):
-        T, _, H, D = os.shape
-        o = torch.empty((T, H, D), dtype=out_dtype, device=os.device)
-        lse = torch.empty((T, H), dtype=lses.dtype, device=os.device)
-        if backend == "triton":
-            from cascade_lab.backends.triton import merge
+    def forward(ctx, *inputs):  # a separate setup_context would cost as much as a small merge
+        output = _merge_many(*inputs)
+        _keep_many(ctx, inputs, output)
+        return output
 
-            merge.merge_many(os, lses, o, lse)
-        else:
-            _merge_torch(os.unbind(1), lses.unbind(1), o, lse)
-        ctx.save_for_backward(os, lses, o, lse)
-        return o, lse
+    backward = staticmethod(_merge_many_backward)
 
-    @staticmethod
-    def backward(ctx, grad_o, grad_lse):
-        os, lses, o, lse = ctx.saved_tensors
-        # the merged row stands beside each of its S parts
-        row = (x.unsqueeze(1) for x in (o, lse, grad_o, grad_lse))
-        return *_merge_backward(os, lses, *row), None, None
+
+# What a compiler sees in place of the functions above. Uncompiled calls do without: dispatch through Python adds about
+# 10 us to each, more than a small merge takes on a GPU.
+_merge_state_op = torch.library.custom_op("cascade_lab::merge_state", _merge_pair, mutates_args=())
+_merge_state_op.register_autograd(_merge_pair_backward, setup_context=_keep_pair)
+_merge_states_op = torch.library.custom_op("cascade_lab::merge_states", _merge_many, mutates_args=())
+_merge_states_op.register_autograd(_merge_many_backward, setup_context=_keep_many)
+_merge_state_out_op = torch.library.custom_op(
+    "cascade_lab::merge_state_out", _merge_pair_into, mutates_args=("out", "out_lse")
+)
+
+
+@_merge_state_op.register_fake
+def _(o_a, lse_a, o_b, lse_b, out_dtype, backend):
+    runtime.require_backend(backend, o_a)
+    return _new_pair(o_a, lse_a, lse_b, out_dtype)
+
+
+@_merge_states_op.register_fake
+def _(o, lse, out_dtype, backend):
+    runtime.require_backend(backend, o)
+    return _new_merged(o, lse, out_dtype)
+
+
+@_merge_state_out_op.register_fake
+def _(o_a, lse_a, o_b, lse_b, out, out_lse, backend):
+    runtime.require_backend(backend, o_a)
 
 
 def _merge_torch(os, lses, o: torch.Tensor, lse: torch.Tensor) -> None:
@@ -317,6 +380,8 @@ def _check_out(name, out, shape, dtype, device, inputs, unit_last_stride) -> Non
         _check_unit_stride(name, out)
     if not _elements_apart(out):
         raise ValueError(f"{name}: expected distinct elements, given strides {out.stride()} that fold them together")
+    if torch.compiler.is_compiling():
+        return  # tensors have no addresses yet, and the compiler gives an `out` that meets an input memory of its own
     for other_name, other in inputs.items():
         if other is None or not _spans_meet(out, other):
             continue

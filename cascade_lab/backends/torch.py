@@ -103,24 +103,68 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor, d_lse: Tensor, _loaded: None) -> tuple[Tensor | None, ...]:
         *inputs, o, lse = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        gradients = _AttentionBackward.apply(needs, d_o, d_lse, o, lse, *inputs, *ctx.constants)
+        gradients = attention_backward(list(needs), d_o, d_lse, o, lse, *inputs, *ctx.constants)
+        gradients = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return (*gradients, *(None for _ in range(9)))
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """`_backward`, tied to its inputs so that a second derivative is refused and not silently taken for zero."""
+@torch.library.custom_op("cascade_lab::attention_backward", mutates_args=())
+def attention_backward(
+    needs: list[bool],
+    d_o: Tensor,
+    d_lse: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    tree_mask: Tensor | None,
+    tail_seqlens: Tensor | None,
+    softmax_scale: float,
+    left: int,
+    right: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k_cache and v_cache over one pass; an empty tensor for one that `needs` leaves out.
 
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return _backward(*args)
+    An operator, because its loops read lengths that a compiler does not know. (o, lse) may be the state over more
+    keys than the pass reads, with gradients to match: the result is then the pass's share.
+    """
+    d_o, d_lse, o = (x.to(lse.dtype) for x in (d_o, d_lse, o))
+    return _backward(
+        needs,
+        d_o,
+        d_lse,
+        o,
+        lse,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        cache_seqlens,
+        cu_seqlens_q,
+        tree_mask,
+        tail_seqlens,
+        softmax_scale,
+        left,
+        right,
+        softcap,
+    )
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        pass
 
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError("attention on the torch backend is once_differentiable: its gradient has no gradient")
+@attention_backward.register_fake
+def _(needs, d_o, d_lse, o, lse, q, k_cache, v_cache, *_rest):
+    return tuple(q.new_empty(x.shape if need else 0) for x, need in zip((q, k_cache, v_cache), needs, strict=True))
+
+
+def _refuse_second_derivative(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError("attention on the torch backend is once_differentiable: its gradient has no gradient")
+
+
+attention_backward.register_autograd(_refuse_second_derivative)
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, int]:
@@ -208,9 +252,9 @@ def _shaped(scratch: Tensor, *shape: int) -> Tensor:
 
 
 def _backward(
-    needs: tuple[bool, bool, bool], d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor, *args: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k_cache and v_cache, None where not needed; args are those of `_plan`.
+    needs: list[bool], d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k_cache and v_cache, empty where not needed; args are those of `_plan`.
 
     Weights are recomputed as p = exp(s - lse). With d_p = d_o v^T the gradient of a score is
     p * (d_p - sum(d_o * o) + d_lse): the second term is what the normalisation takes back, the third is lse's own
@@ -261,11 +305,8 @@ def _backward(
             if need_v:
                 _accumulate(d_v, block.slots, torch.bmm(p.transpose(1, 2), tile_d_o))
         d_q[tile.rows] = plan.unpacked(tile_d_q.mul_(plan.softmax_scale))
-    return (
-        d_q.flatten(1, 2).to(plan.q.dtype) if need_q else None,
-        d_k.to(plan.q.dtype) if need_k else None,
-        d_v.to(plan.q.dtype) if need_v else None,
-    )
+    d_q = d_q.flatten(1, 2) if need_q else d_q.new_empty(0)
+    return d_q.to(plan.q.dtype), d_k.to(plan.q.dtype), d_v.to(plan.q.dtype)
 
 
 def _accumulate(gradient: Tensor, slots: slice | Tensor, block: Tensor) -> None:
