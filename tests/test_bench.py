@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import os
+import subprocess
+import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from cascade_lab.evidence import bench
+from cascade_lab import runtime
+from cascade_lab.evidence import bench, bench_figures, gpu_bench, gpu_checks, gpu_clock, gpu_report
 from cascade_lab.evidence.bench import Row
+
+needs_triton = pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="tries the GPU's benchmark on a CPU")
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -132,3 +141,390 @@ def test_the_notebook_is_not_measured_where_its_tools_or_the_file_are_missing(mo
 def test_extra_memory_counts_the_call_and_not_its_inputs(capsys):
     bench.print_extra_memory(bench.Work(8, 512))
     assert 0 <= float(capsys.readouterr().out) < 200
+
+
+@pytest.mark.parametrize(
+    "shape", [bench.VerifyShape(33, 3, 2, batch=2), bench.VerifyShape(64, 1, 5, kv_heads=8)], ids=str
+)
+def test_plans_and_masked_sdpa_compute_the_same_verify_pass(shape):
+    calls, theirs, ratio = bench._verify_calls(shape)
+    for ours in calls.values():
+        torch.testing.assert_close(ours().o, theirs(), rtol=0, atol=2e-6)
+    rows = shape.batch * shape.topk
+    assert ratio == rows * (shape.length + shape.steps) / (shape.batch * shape.length + rows * shape.steps)
+
+
+def test_verify_plans_and_regions_give_rows_with_their_bounds(monkeypatch):
+    monkeypatch.setattr(bench, "PLANNED", (3, 64, 2, 2))
+    monkeypatch.setattr(bench, "REGION_PAIRS", 50)
+    monkeypatch.setattr(bench, "_preemptions", lambda: 0)
+    rows = [*bench.verify((bench.VerifyShape(40, 2),), 3), *bench.plans(3), *bench.regions(3)]
+    assert [row.bound for row in rows if row.section == "verify"] == [None, None, 1.5, None]
+    assert [(row.unit, row.bound) for row in rows if row.section == "plans"] == [("ms", 50.0)]
+    assert {row.bound for row in rows if row.section == "regions"} == {1.0}
+    assert all(row.value is not None for row in rows)
+
+
+SMOKE_WITHOUT_NOTEBOOK_TOOLS = """
+import sys
+for name in ("papermill", "nbformat", "nbconvert", "nbclient", "IPython", "ipykernel", "pytest", "tqdm"):
+    sys.modules[name] = None
+from cascade_lab.cli import main
+assert main(["bench", "--smoke", "--output", "smoke.json"]) == 0
+assert main(["bench", "--plot", "smoke.json", "--output", "pictures"]) == 0
+"""
+
+
+@needs_triton
+def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", SMOKE_WITHOUT_NOTEBOOK_TOOLS]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "smoke.json").read_text())
+    assert record["complete"] is True
+    assert record["timings"].startswith("not meaningful")
+    assert record["bounds"] == []
+    assert record["checks"]["wrong"] is None
+    assert len(record["checks"]["passed"]) == len(gpu_checks.checks(small=True))
+    assert set(record["sections"]) == set(gpu_bench.SECTIONS)
+    for name, section in record["sections"].items():
+        assert section["rows"], name
+    assert {"device", "torch", "date", "commit", "triton mode"} <= set(record["provenance"])
+    for row in record["sections"]["verify"]["rows"]:
+        rows_per_request = row["topk"] * (row["steps"] if row["rows"] == "node" else 1)
+        loaded = row["plans"]["cascade"]["kv_tokens"]
+        paths = row["topk"] * (sum(range(1, row["steps"] + 1)) if row["rows"] == "node" else row["steps"])
+        assert loaded == row["batch"] * (row["length"] + paths)
+        assert row["plans"]["naive"]["kv_tokens"] == row["batch"] * (rows_per_request * row["length"] + paths)
+        assert row["plans"]["fused"]["kv_tokens"] == row["batch"] * (row["length"] + row["topk"] * row["steps"])
+    kernels = {row["kernel"]: row for row in record["sections"]["peers"]["rows"]}
+    assert kernels["SDPA, dense mask, group packed"]["agrees"] is True
+    assert kernels["FlexAttention"]["agrees"] is True
+    pictures = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert {"gpu_verify_ratio.svg", "gpu_peers.png", "gpu_prefill_law.svg", "gpu_merges.png"} <= pictures
+
+
+def quiet_run(monkeypatch, tmp_path, scale=gpu_bench.SMOKE) -> tuple[int, dict]:
+    """The GPU benchmark on a CPU without its checks; exit status and record."""
+    monkeypatch.setattr(gpu_checks, "run_all", lambda todo: iter(()))
+    output = tmp_path / "record.json"
+    status = gpu_bench.run(scale, output, quick=False, smoke=True, max_autotune=False)
+    return status, json.loads(output.read_text())
+
+
+@needs_triton
+@pytest.mark.parametrize(("part", "error"), [("o", "in o"), ("lse", "in lse")])
+def test_a_wrong_answer_stops_the_run_and_is_in_the_record(monkeypatch, tmp_path, part, error):
+    planned = gpu_bench.planned
+
+    def wrong(*arguments):
+        call = planned(*arguments)
+        return lambda: (lambda state: state._replace(**{part: getattr(state, part) * 1.1}))(call())
+
+    monkeypatch.setattr(gpu_bench, "planned", wrong)
+    status, record = quiet_run(monkeypatch, tmp_path)
+    assert status == 1
+    assert record["complete"] is False
+    assert "naive: row" in record["stopped"]
+    assert error in record["stopped"]
+    assert list(record["sections"]) == ["compile", "ceilings", "verify"]
+    assert record["sections"]["verify"]["rows"] == []
+
+
+@needs_triton
+def test_a_failed_check_stops_the_run_before_anything_is_timed(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_checks, "run_all", lambda todo: iter([(todo[0], None), (todo[1], "AssertionError: off")]))
+    output = tmp_path / "record.json"
+    assert gpu_bench.run(gpu_bench.SMOKE, output, quick=False, smoke=True, max_autotune=False) == 1
+    record = json.loads(output.read_text())
+    assert record["checks"]["wrong"].endswith("AssertionError: off")
+    assert record["sections"] == {}
+
+
+@needs_triton
+def test_what_the_time_does_not_suffice_for_is_listed(monkeypatch, tmp_path):
+    status, record = quiet_run(monkeypatch, tmp_path, replace(gpu_bench.SMOKE, budget_s=0.0))
+    assert (status, record["complete"]) == (0, True)
+    skipped = record["sections"]["verify"]["skipped"]
+    assert len(skipped) == 4
+    assert all(point["why"] == "time" for point in skipped)
+    assert {"new": 8, "hit": 16, "why": "time"} in record["sections"]["prefill"]["skipped"]
+
+
+@needs_triton
+def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
+    """Same shapes and strides, so the same compiled kernel: all that differs is where the pages point."""
+    seen = []
+
+    def record(q, k, v, levels):
+        tensors = [level.page_table for level in levels] + [level.cache_seqlens for level in levels]
+        shapes = [(x.shape, x.stride(), x.dtype) for x in (q, *tensors)]
+        seen.append((shapes, k.shape[1:], k.stride(), [level.page_size for level in levels]))
+        return lambda: None
+
+    monkeypatch.setattr(gpu_bench, "planned", record)
+    scale = replace(gpu_bench.SMOKE, coarse_page=2)
+    point = gpu_bench._verify_points(scale)[0]
+    assert gpu_bench.launch_once(scale, [point]) == 3
+    run = gpu_bench.Run(gpu_clock.HostClock(), scale)
+    work = gpu_bench._Pool(run, gpu_bench._tokens(scale, **point)).verify(**point)
+    for levels in work.plans.values():
+        record(work.q, work.k, work.v, levels)
+    assert seen[:3] == seen[3:]
+    tokens = 16 * scale.coarse_page
+    assert work.k.shape[0] * work.k.shape[1] > tokens
+    folded = gpu_bench._folded(work.plans["fused"][0], tokens)
+    assert int(folded.page_table.max()) < tokens // folded.page_size
+    assert gpu_bench.launch_once(scale, [{"new": 4, "hit": 16}]) == 1
+
+
+@needs_triton
+def test_an_interruption_keeps_the_rows_measured_so_far(monkeypatch, tmp_path):
+    def interrupted(run):
+        yield {"what": "kept"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_bench, "SECTIONS", {"first": (1, interrupted)})
+    with pytest.raises(KeyboardInterrupt):
+        quiet_run(monkeypatch, tmp_path)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["sections"]["first"]["rows"] == [{"what": "kept"}]
+    assert record["complete"] is False
+
+
+def test_a_peer_that_fails_is_noted_and_passed_over():
+    def make():
+        raise ImportError("no such kernel\nsecond line")
+
+    run = gpu_bench.Run(gpu_clock.HostClock(), gpu_bench.SMOKE)
+    assert gpu_bench._peer_row(run, "theirs", make, None) == {
+        "kernel": "theirs",
+        "missing": "ImportError: no such kernel",
+    }
+
+
+def test_a_peer_with_another_answer_is_marked():
+    from cascade_lab import State
+    from cascade_lab.evidence.gpu_peers import Peer
+
+    o = torch.randn(3, 2, 4)
+    run = gpu_bench.Run(gpu_clock.HostClock(), gpu_bench.SMOKE)
+    rows = [
+        gpu_bench._peer_row(run, "x", lambda factor=factor: Peer("x", lambda: o * factor), State(o, o[..., 0]))
+        for factor in (1.0, 1.2)
+    ]
+    assert [row["agrees"] for row in rows] == [True, False]
+
+
+class FakeEvent:
+    """An event that reads a counter of fake milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class FakeGraph:
+    """A graph that repeats the call it was captured around."""
+
+    capturing = None
+
+    def __init__(self):
+        self.call = None
+
+    def replay(self):
+        FakeEvent.now += 2.0
+
+
+class FakeContext:
+    def __init__(self, *arguments, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """The entry points of torch.cuda that the clock uses, faked on the CPU; a name that torch lacks fails the test."""
+    assert "capture_error_mode" in inspect.signature(torch.cuda.graph.__init__).parameters
+
+    class Stream:
+        def __init__(self, *arguments):
+            pass
+
+        def wait_stream(self, other):
+            assert isinstance(other, Stream)
+
+    class Properties:
+        name, multi_processor_count, L2_cache_size = "Fake GPU", 7, 1 << 10
+
+    fakes = {
+        "get_device_properties": lambda device: Properties,
+        "synchronize": lambda device: None,
+        "mem_get_info": lambda device: (5, 10),
+        "empty_cache": lambda: None,
+        "Stream": Stream,
+        "current_stream": lambda device: Stream(),
+        "stream": FakeContext,
+        "CUDAGraph": FakeGraph,
+        "graph": FakeContext,
+        "Event": FakeEvent,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(gpu_clock, "_FLUSH_BYTES", 1 << 12)
+    monkeypatch.setattr(FakeEvent, "now", 0.0)
+    return fakes
+
+
+def test_the_gpu_clock_replays_a_graph_between_events(fake_cuda):
+    clock = gpu_clock.GpuClock()
+    assert (clock.name, clock.num_sms, clock.l2_bytes, clock.free_bytes()) == ("Fake GPU", 7, 1024, 5)
+    calls = []
+    timing = clock.measure(lambda: calls.append(1), seconds=0.02)
+    assert (timing.seconds, timing.low, timing.high) == (2e-3, 2e-3, 2e-3)
+    assert (timing.repeats, timing.graph) == (10, True)
+    # three to warm up, one on the side stream, one captured, five waited for
+    assert len(calls) == 10
+
+
+def test_the_gpu_clock_times_without_a_graph_only_where_that_is_allowed(fake_cuda, monkeypatch):
+    class Refused(FakeContext):
+        def __enter__(self):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", Refused)
+    clock = gpu_clock.GpuClock()
+
+    def call():
+        FakeEvent.now += 3.0
+
+    assert clock.measure(call, capture="tried").graph is False
+    assert clock.measure(call, capture="off").seconds == pytest.approx(3e-3)
+    with pytest.raises(RuntimeError, match="capturing"):
+        clock.measure(call)
+
+
+def verified(length, ratio, topk=4, share=0.9, rows="branch"):
+    plan = {"ratio_measured": ratio, "ratio_predicted": 4.0, "share_of_copy": share, "bytes_must_move": 4096 * length}
+    return {
+        "length": length, "topk": topk, "batch": 1, "group": 4, "rows": rows, "steps": 4,
+        "plans": {"naive": plan | {"ratio_measured": 1.0}, "cascade": plan, "fused": plan},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ({1024: 0.5, 2048: 2.0, 4096: 3.0}, 1024 * 2**0.5),
+        ({1024: 1.5, 2048: 2.0}, 0),
+        ({1024: 0.5, 2048: 1.0}, None),
+        ({1024: 2.0, 2048: 0.5, 4096: 2.0}, 2048 * 2**0.5),
+    ],
+)
+def test_break_even_lies_between_the_last_loss_and_the_first_win(ratios, expected):
+    (found,) = gpu_report.break_even([verified(length, ratio) for length, ratio in ratios.items()])
+    assert found["length"] == (expected if expected is None else pytest.approx(expected))
+
+
+def gpu_record(flex_seconds=3e-5, share=0.9, ratio=4.1, rate=0.65):
+    timing = {"seconds": 2e-5, "call_seconds": 9e-5}
+    where = {"length": 16384, "topk": 4, "batch": 1, "group": 4, "rows": "branch"}
+    prefills = [
+        {"new": 8192 - hit, "hit": hit, "seconds": 1e-3 * (1 - (hit / 8192) ** 2), "share_of_matmul": rate,
+         "remaining": 1 - (hit / 8192) ** 2, "tile_remaining": 1 - (hit / 8192) ** 2}
+        for hit in (0, 2048, 4096)
+    ]  # fmt: skip
+    record = {
+        "provenance": {"device": "cuda (x)", "date": "2026-01-01", "L2 bytes": "1000", "multiprocessors": "132"},
+        "timings": "device events",
+        "scale": {
+            "centre": [16384, 4, 1, 4, "branch"], "prompts": [8192], "new_tokens": [4096, 8192], "hits": [0, 4096],
+            "merge_heads": 32, "num_kv_heads": 8, "head_dim": 128, "steps": 4,
+        },
+        "sections": {
+            "ceilings": {
+                "rows": [
+                    {"what": "copy memory", "bytes_per_s": 4e12, "seconds": 1e-3},
+                    {"what": "copy L2", "bytes_per_s": 8e12, "seconds": 1e-5},
+                    {"what": "matmul 8192", "flops_per_s": 7e14, "seconds": 1e-3},
+                    {"what": "one-element addition", "seconds": 2e-6},
+                ]
+            },
+            "verify": {"rows": [verified(1024, 0.8), verified(16384, ratio, share=share)]},
+            "peers": {
+                "rows": [
+                    where | {"kernel": "cascade_lab fused"} | timing,
+                    where | {"kernel": "FlexAttention, default", "agrees": True} | timing | {"seconds": flex_seconds},
+                    where | {"kernel": "flashinfer_tree", "missing": "ModuleNotFoundError"},
+                ]
+            },
+            "prefill": {"rows": prefills},
+            "linear": {"rows": [{"rows": m, "width": 8, "out_width": 8, "seconds": m * 1e-6} for m in (1, 8)]},
+            "costs": {"rows": [{"what": "merge_states", "parts": 2, "rows": 4, "seconds": 1e-6}]},
+        },
+    }  # fmt: skip
+    record["break_even"] = {plan: gpu_report.break_even_rows(record, plan) for plan in ("cascade", "fused")}
+    return record
+
+
+@pytest.mark.parametrize(
+    ("options", "verdicts"),
+    [
+        ({}, ["holds", "fails", "holds", "holds"]),
+        ({"share": 0.84}, ["fails", "fails", "holds", "holds"]),
+        ({"rate": 0.59}, ["holds", "fails", "fails", "holds"]),
+        ({"flex_seconds": 1e-5}, ["holds", "fails", "holds", "fails"]),
+    ],
+)
+def test_a_record_is_judged_by_its_bounds(options, verdicts):
+    # the short prefix also exceeds this record's L2, and its ratio is far from the ledger's
+    assert [bound["verdict"] for bound in gpu_report.bounds(gpu_record(**options))] == verdicts
+
+
+def test_the_ratio_is_judged_only_where_the_prefix_exceeds_the_l2():
+    record = gpu_record()
+    record["provenance"]["L2 bytes"] = str(4096 * 2000)
+    assert gpu_report.bounds(record)[1] | {"name": ""} == {
+        "name": "", "bound": "at most 0.15", "worst": pytest.approx(0.025), "met": 1, "of": 1, "verdict": "holds",
+    }  # fmt: skip
+    record["sections"]["verify"]["rows"].pop()
+    assert gpu_report.bounds(record)[1]["verdict"] == "not measured here"
+
+
+def test_pictures_of_a_record_carry_its_numbers_and_its_device():
+    record = gpu_record()
+    drawn = dict(bench_figures.draw(record))
+    assert set(drawn) == {
+        "verify_bandwidth", "verify_ratio", "break_even", "peers", "prefill_law", "prefill_rate", "linear", "merges",
+    }  # fmt: skip
+    for fig in drawn.values():
+        assert "cuda (x), 2026-01-01" in fig.axes[0].get_title(loc="left") + fig.axes[0].get_title()
+    assert bench_figures.verify_ratio(record)[1] == {4: {1024: (0.8, 4.0), 16384: (4.1, 4.0)}}
+    assert bench_figures.verify_bandwidth(record)[1]["fused"] == {1024: 0.9, 16384: 0.9}
+    assert bench_figures.prefill_law(record)[1][8192][0.5] == pytest.approx((0.75, 0.75, 0.75))
+    assert bench_figures.peers(record)[1] == {
+        "L = 16384, batch 1, one row per branch": {"cascade_lab fused": 2e-5, "FlexAttention, default": 3e-5}
+    }
+    measured, predicted = bench_figures.break_even(record)[1][4, 1, 4]
+    assert 1024 < measured < 16384
+    assert predicted is not None
+
+
+def test_a_file_that_is_no_gpu_record_is_refused(tmp_path):
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps({"rows": []}))
+    with pytest.raises(ValueError, match="GPU run"):
+        bench_figures.write(path, tmp_path)

@@ -163,14 +163,16 @@ def peers(record: Mapping) -> tuple[Figure, dict[str, dict[str, float]]]:
     kernels = list(dict.fromkeys(name for found in data.values() for name in found))
     with style():
         fig, ax = _figure(record, f"Verify by other kernels, topk = {record['scale']['centre'][1]}")
+        labelled: set[str] = set()
         for i, found in enumerate(data.values()):
             for j, name in enumerate(kernels):
                 if name in found:
                     line = _SERIES[j % len(_SERIES)]
                     ax.plot(
                         found[name] * 1e6, i, linestyle="", marker="os^Dv*PX"[j % 8], color=line["color"],
-                        label=name if i == 0 else None,
+                        label=None if name in labelled else name,
                     )  # fmt: skip
+                    labelled.add(name)
         ax.set_yticks(range(len(data)), list(data))
         ax.invert_yaxis()
         ax.set_xscale("log")
@@ -228,7 +230,8 @@ def prefill_rate(record: Mapping) -> tuple[Figure, dict[int, dict[int, float]]]:
         ax.set_ylim(bottom=0)
         ax.set_xlabel("new tokens M")
         ax.set_ylabel("share of the matrix rate")
-        ax.legend(frameon=False)
+        if shown:
+            ax.legend(frameon=False)
     return fig, data
 
 

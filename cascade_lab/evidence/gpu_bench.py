@@ -17,8 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -30,7 +32,7 @@ from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.evidence import gpu_checks, gpu_peers
 from cascade_lab.evidence.gpu_clock import Clock, clock
 from cascade_lab.evidence.gpu_report import FAILS, bounds, break_even_rows, print_summary
-from cascade_lab.levels import Level, _at_granularity, cascade_attention, ledger
+from cascade_lab.levels import Ledger, Level, _at_granularity, cascade_attention, ledger
 from cascade_lab.prefix import executed_tiles, interactions, prefix_hit_levels, remaining
 from cascade_lab.states import State, merge_state, merge_states
 
@@ -217,14 +219,12 @@ def _check(record: dict, smoke: bool, quick: bool) -> str | None:
             wrong = f"{check}: {problem}"
             break
         done.append(str(check))
+    if wrong is None and not smoke:
+        wrong = gpu_checks.run_marked_tests(PACKAGE_ROOT / "tests")
     record["checks"] = {"passed": sorted(done), "wrong": wrong, "seconds": time.monotonic() - start}
     _progress("")
     print(f"checks: {len(done)} of {len(todo)} right, {time.monotonic() - start:.0f} s")
     return wrong
-
-
-# section -> share of the time
-SECTIONS: dict[str, tuple[float, Callable[[Run], Iterator[dict]]]] = {}
 
 
 def _measure(bench: Run, record: dict, output: Path) -> None:
@@ -288,18 +288,24 @@ class Verify:
 def verify(bench: Run) -> Iterator[dict]:
     """(b) The three plans over prefix length, topk, batch, group and kind of rows."""
     scale = bench.scale
+    points = _verify_points(scale)
+    pool = _Pool(bench, max(_tokens(scale, **point) for point in points))
+    for point in bench.visit(points):
+        if _tokens(scale, **point) > pool.tokens:
+            bench.skipped.append(point | {"why": "memory"})
+            continue
+        work = pool.verify(**point)
+        yield point | {"steps": scale.steps, "plans": _time_plans(bench, work)}
+
+
+def _verify_points(scale: Scale) -> list[dict]:
+    """The grid, the sweeps through its crossing first, then what differs from it along more and more axes."""
     axes = (scale.lengths, scale.topks, scale.batches, scale.groups, ("branch", "node"))
     names = ("length", "topk", "batch", "group", "rows")
     points = sorted(
         itertools.product(*axes), key=lambda point: sum(x != y for x, y in zip(point, scale.centre, strict=True))
     )
-    pool = _Pool(bench, max(_tokens(scale, *point) for point in points))
-    for point in bench.visit(dict(zip(names, point, strict=True)) for point in points):
-        if _tokens(scale, *point.values()) > pool.tokens:
-            bench.skipped.append(point | {"why": "memory"})
-            continue
-        work = pool.verify(**point)
-        yield point | {"steps": scale.steps, "plans": _time_plans(bench, work)}
+    return [dict(zip(names, point, strict=True)) for point in points]
 
 
 def _tokens(scale: Scale, length: int, topk: int, batch: int, group: int, rows: str) -> int:
@@ -310,14 +316,17 @@ def _tokens(scale: Scale, length: int, topk: int, batch: int, group: int, rows: 
 
 
 class _Pool:
-    """One pair of random caches for all points of a section: pages are dealt anew for each, in random order."""
+    """One pair of random caches for all points of a section: pages are dealt anew for each, in random order.
 
-    def __init__(self, bench: Run, tokens: int):
+    A folded pool is a few pages that stand for any number, for launches whose answer nobody looks at.
+    """
+
+    def __init__(self, bench: Run, tokens: int, *, folded: bool = False):
         scale = bench.scale
-        self.bench = bench
+        self.bench, self.folded = bench, folded
         per_token = 2 * scale.num_kv_heads * scale.head_dim * DTYPE.itemsize
         most = int(MEMORY_SHARE * bench.clock.free_bytes()) // per_token
-        self.tokens = min(tokens, most) // scale.coarse_page * scale.coarse_page
+        self.tokens = min(-(-tokens // scale.coarse_page), most // scale.coarse_page) * scale.coarse_page
         shape = (self.tokens // scale.page, scale.page, scale.num_kv_heads, scale.head_dim)
         self.k, self.v = bench.random(*shape), bench.random(*shape)
 
@@ -328,15 +337,77 @@ class _Pool:
         trees = [DraftTree.branches(topk, scale.steps)] * batch
         work = VerifyBatch([length] * batch, trees, scale.page, rows, page_table=table, device=device)
         naive = work.copied_tails("naive")
-        self.copy(naive.src, naive.dst)
         q = self.bench.random(work.num_rows, group * scale.num_kv_heads, scale.head_dim)
         plans = {"naive": naive.levels, "cascade": work.levels("cascade"), "fused": work.levels("fused")}
+        if self.folded:
+            plans = {plan: [_folded(level, self.tokens) for level in levels] for plan, levels in plans.items()}
+        else:
+            self.copy(naive.src, naive.dst)
         return Verify(work, q, self.k, self.v, plans)
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         for cache in (self.k, self.v):
             flat = cache.view(-1, *cache.shape[2:])
             flat[dst] = flat[src]
+
+
+def _folded(level: Level, tokens: int) -> Level:
+    """The level with its pages wrapped into a cache of `tokens`: the same launch, other addresses."""
+    return replace(level, page_table=level.page_table.clamp(min=0) % (tokens // level.page_size))
+
+
+def compile_ahead(bench: Run) -> Iterator[dict]:
+    """Launch every plan of the grids once in worker processes, whose compiled kernels this process finds on disk.
+
+    Points that differ in lengths and batch share most kernels, so one worker takes them together.
+    """
+    tasks: dict[tuple, list[dict]] = {}
+    for point in _verify_points(bench.scale):
+        tasks.setdefault((point["topk"], point["group"], point["rows"]), []).append(point)
+    for point in _prefill_points(bench.scale):
+        tasks.setdefault((point["new"],), []).append(point)
+    parts = [points[i::4] for points in tasks.values() for i in range(min(4, len(points)))]
+    if runtime.triton_mode() != "compiled":
+        yield {"tasks": 1, "done": 1, "plans": launch_once(bench.scale, parts[0][:1]), "failed": []}
+        return
+    plans, failed = [], []
+    with ProcessPoolExecutor(gpu_checks.workers(), mp_context=get_context("spawn")) as pool:
+        running = [pool.submit(launch_once, bench.scale, part, bench.deadline) for part in parts]
+        try:
+            for done in as_completed(running, timeout=max(0.0, bench.deadline - time.monotonic())):
+                # what fails here fails again where it is timed, and stops the run there
+                error = done.exception()
+                (failed if error else plans).append(repr(error) if error else done.result())
+                _progress(f"compiling, {len(plans)} of {len(parts)}")
+        except TimeoutError:
+            pool.shutdown(cancel_futures=True)
+    yield {"tasks": len(parts), "done": len(plans), "plans": sum(plans), "failed": failed}
+
+
+def launch_once(scale: Scale, points: Sequence[dict], deadline: float = math.inf) -> int:
+    """Launch the plans of verify or prefill points on a few pages until the deadline, and return how many."""
+    bench = Run(clock(), scale)
+    launched = 0
+    with torch.no_grad():
+        pool = _Pool(bench, 16 * scale.coarse_page, folded=True)
+        for point in points:
+            if time.monotonic() >= deadline:
+                break
+            if "topk" in point:
+                work = pool.verify(**point)
+                plans = [(work.q, levels) for levels in work.plans.values()]
+            else:
+                m, hit = point.values()
+                group = scale.centre[3]
+                table = torch.arange(-(-(m + hit) // scale.page), dtype=torch.int32, device=bench.clock.device)
+                levels = prefix_hit_levels([m + hit], [hit], scale.page, page_table=table[None])
+                q = bench.random(m, group * scale.num_kv_heads, scale.head_dim)
+                plans = [(q, [_folded(level, pool.tokens) for level in levels])]
+            for q, levels in plans:
+                planned(q, pool.k, pool.v, levels)()
+                launched += 1
+        bench.clock.wait()
+    return launched
 
 
 def _time_plans(bench: Run, work: Verify) -> dict[str, dict]:
@@ -361,7 +432,7 @@ def _time_plans(bench: Run, work: Verify) -> dict[str, dict]:
         row = asdict(timing) | errors
         row |= {
             "kv_tokens": ledgers[plan].kv_tokens,
-            "kv_tokens_loaded": sum(_loaded(level, q, k) for level in levels),
+            "kv_tokens_loaded": sum(_loaded(*x, q) for x in zip(ledgers[plan].levels, levels, strict=True)),
             "bytes_must_move": must_move,
             "bytes_per_s": must_move / timing.seconds,
             "share_of_copy": must_move / timing.seconds / bench.copy_rate,
@@ -409,11 +480,11 @@ def planned(q: Tensor, k_cache: Tensor, v_cache: Tensor, levels: Sequence[Level]
     return call
 
 
-def _loaded(level: Level, q: Tensor, k: Tensor) -> int:
-    """Tokens per KV head that the launch loads, its row tiles counted."""
+def _loaded(part: Ledger, level: Level, q: Tensor) -> int:
+    """Tokens per KV head that the launch of one level loads, its row tiles counted."""
     rows = int(torch.diff(level.cu_seqlens_q).max())
-    tile = gpu_checks.launch_tile(rows * q.shape[1] // k.shape[2], q.shape[2], q.dtype)
-    return ledger([level], num_q_heads=q.shape[1], num_kv_heads=k.shape[2]).tile_tokens(tile.block_m)
+    tile = gpu_checks.launch_tile(rows * part.num_q_heads // part.num_kv_heads, q.shape[2], q.dtype)
+    return part.tile_tokens(tile.block_m)
 
 
 def _reference(work: Verify) -> tuple[int, Tensor, Tensor]:
@@ -558,14 +629,7 @@ def prefill(bench: Run) -> Iterator[dict]:
     """(d) New tokens M over a hit H, dense causal: time against pairs, executed tiles and the matrix rate."""
     scale = bench.scale
     group = scale.centre[3]
-    law = [(n - n * e // 8, n * e // 8) for n in scale.prompts for e in scale.eighths]
-    # the corners and every other line first, so that a grid cut short is a coarser grid
-    grid = sorted(
-        itertools.product(scale.new_tokens, scale.hits),
-        key=lambda x: scale.new_tokens.index(x[0]) % 2 + scale.hits.index(x[1]) % 2,
-    )
-    points = [{"new": m, "hit": h} for m, h in dict.fromkeys((*law, *grid))]
-    for point in bench.visit(points):
+    for point in bench.visit(_prefill_points(scale)):
         m, hit = point.values()
         n = m + hit
         if 2 * n * scale.num_kv_heads * scale.head_dim * DTYPE.itemsize > MEMORY_SHARE * bench.clock.free_bytes():
@@ -591,6 +655,16 @@ def prefill(bench: Run) -> Iterator[dict]:
             "flops_per_s": flops / timing.seconds,
             "share_of_matmul": flops / timing.seconds / bench.matmul_rate,
         } | asdict(timing) | errors  # fmt: skip
+
+
+def _prefill_points(scale: Scale) -> list[dict]:
+    """Prompts cut at eighths, for the law; then the grid, every other line first, so that cut short it is coarser."""
+    law = [(n - n * e // 8, n * e // 8) for n in scale.prompts for e in scale.eighths]
+    grid = sorted(
+        itertools.product(scale.new_tokens, scale.hits),
+        key=lambda x: scale.new_tokens.index(x[0]) % 2 + scale.hits.index(x[1]) % 2,
+    )
+    return [{"new": m, "hit": hit} for m, hit in dict.fromkeys((*law, *grid))]
 
 
 def _prefill_reference(work: Prefill, hit: int) -> tuple[int, Tensor, Tensor]:
@@ -709,7 +783,9 @@ def _splits(bench: Run) -> Iterator[dict]:
         yield point | asdict(bench.clock.measure(call))
 
 
-SECTIONS |= {
+# section -> its share of the time
+SECTIONS: dict[str, tuple[float, Callable[[Run], Iterator[dict]]]] = {
+    "compile": (20, compile_ahead),
     "ceilings": (4, ceilings),
     "verify": (40, verify),
     "peers": (22, peers),

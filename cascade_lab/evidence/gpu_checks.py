@@ -7,12 +7,16 @@ worker processes run the same ones.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +40,7 @@ HEADS = (
     (256, 256, 8, 2), (576, 512, 16, 1),
 )  # fmt: skip
 MAX_WORKERS = 8
+_NO_TESTS_COLLECTED = 5
 
 
 @dataclass(frozen=True)
@@ -74,21 +79,26 @@ def run(check: Check) -> None:
         _CHECKS[check.name](check)
 
 
-def run_all(todo: Sequence[Check], *, workers: int | None = None) -> Iterator[tuple[Check, str | None]]:
+def workers() -> int:
+    """Processes that compile side by side on one device."""
+    return min(MAX_WORKERS, os.cpu_count() or 1)
+
+
+def run_all(todo: Sequence[Check], *, processes: int | None = None) -> Iterator[tuple[Check, str | None]]:
     """Run checks and yield each with None or what is wrong, the finished ones first.
 
     Args:
         todo: the checks.
-        workers: processes that compile and run side by side; by default up to 8 where kernels are compiled, and none
-            but this one where they are interpreted.
+        processes: that compile and run side by side; by default up to 8 where kernels are compiled, and none but this
+            one where they are interpreted.
     """
-    if workers is None:
-        workers = min(MAX_WORKERS, os.cpu_count() or 1) if runtime.triton_mode() == "compiled" else 1
-    if workers <= 1:
+    if processes is None:
+        processes = workers() if runtime.triton_mode() == "compiled" else 1
+    if processes <= 1:
         for check in todo:
             yield check, _problem(check)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(_problem, check): check for check in todo}
         try:
             for done in as_completed(running):
@@ -96,6 +106,25 @@ def run_all(todo: Sequence[Check], *, workers: int | None = None) -> Iterator[tu
                 yield running[done], done.result() if error is None else f"{type(error).__name__}: {error}"
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_marked_tests(folder: Path) -> str | None:
+    """Run the tests in `folder` that are marked for a GPU, these checks excepted; None, or what pytest says.
+
+    Without pytest, or away from a checkout, there is nothing to run.
+    """
+    marked = sorted(path for path in folder.glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
+    if not marked or importlib.util.find_spec("pytest") is None:
+        return None
+    # without the project's settings, which ask for a recent pytest; the marker is then unknown, which only warns
+    options = ["-q", "-x", "-m", "gpu", "-c", os.devnull, "--rootdir", str(folder.parent), "-p", "no:cacheprovider"]
+    deselected = ["--deselect", "tests/test_gpu.py::test_compiled_kernels_equal_the_oracle"]
+    command = [sys.executable, "-m", "pytest", *options, *deselected, *map(str, marked)]
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True)
+    if done.returncode in (0, _NO_TESTS_COLLECTED):
+        return None
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (failed or (done.stdout + done.stderr).strip().splitlines() or ["pytest failed"])[-1]
 
 
 def launch_tile(packed_rows: int, head_dim: int, dtype: torch.dtype) -> Tile:
