@@ -88,10 +88,11 @@ class GpuClock:
         once = self._events(run, 2)[-1]
         repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(seconds / max(once, 1e-6))))
         low, median, high = statistics.quantiles(self._events(run, repeats), n=4, method="inclusive")
+        waits = self._waits(call, MIN_REPEATS)
         # a graph has memory of its own, which outlives it in the allocator
         del run
         self.release()
-        return Timing(median, low, high, repeats, statistics.median(self._waits(call, MIN_REPEATS)), graph)
+        return Timing(median, low, high, repeats, statistics.median(waits), graph)
 
     def _captured(self, call: Callable[[], object], required: bool) -> tuple[Callable[[], object], bool]:
         # warm-up on another stream, as capture asks for, so that no lazy initialisation falls into it
