@@ -137,15 +137,21 @@ def break_even(record: Mapping) -> tuple[Figure, dict[tuple[int, int, int], tupl
     }
     with style():
         fig, ax = _figure(record, f"Prefix from which the cascade wins, one row per {rows}")
-        shared = [topk * group for topk, _, group in data]
-        ax.plot(shared, [max(1, m) for m, _ in data.values()], linestyle="", marker="o", color=BLUE, label="measured")
-        pairs = [(x, max(1, p)) for x, (_, p) in zip(shared, data.values(), strict=True) if p is not None]
-        ax.plot(*zip(*pairs, strict=True) if pairs else ((), ()), linestyle="", marker="x", color=BLACK, label="model")
+        shortest = min(row["length"] for row in record["sections"]["verify"]["rows"])
+        kinds = {
+            "measured": ("o", BLUE, [(x[0] * x[2], m) for x, (m, _) in data.items() if m]),
+            "measured, at or below": ("v", BLUE, [(x[0] * x[2], shortest) for x, (m, _) in data.items() if not m]),
+            "model": ("x", BLACK, [(x[0] * x[2], p) for x, (_, p) in data.items() if p]),
+        }
+        for label, (marker, colour, points) in kinds.items():
+            if points:
+                ax.plot(*zip(*points, strict=True), linestyle="", marker=marker, color=colour, label=label)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set_xlabel("branches x group")
         ax.set_ylabel("prefix length (tokens)")
-        ax.legend(frameon=False)
+        if data:
+            ax.legend(frameon=False)
     return fig, data
 
 
