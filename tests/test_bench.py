@@ -138,6 +138,14 @@ def test_the_notebook_is_not_measured_where_its_tools_or_the_file_are_missing(mo
     assert "papermill" in row.note
 
 
+def test_the_peak_of_a_small_process_is_its_own_when_a_large_one_starts_it():
+    ballast = torch.ones(100_000_000)
+    code = "from cascade_lab.evidence import bench; a = bench.resident_peak(); x = bytearray(b'1' * 40_000_000); "
+    grown = float(bench._child(code + "print(bench.resident_peak() - a)"))
+    assert ballast[0] == 1
+    assert 39 < grown < 130
+
+
 def test_extra_memory_counts_the_call_and_not_its_inputs(capsys):
     bench.print_extra_memory(bench.Work(8, 512))
     assert 0 <= float(capsys.readouterr().out) < 200
