@@ -137,9 +137,7 @@ def attention_case(
         start += length
     q = torch.full((sum(rows) + 2, num_heads, dim + 8), math.nan, dtype=dtype, device=device)[1:-1, :, :dim]
     q.copy_(draw(sum(rows), num_heads, dim, stream=3))
-    return AttentionCase(
-        q, k_cache, v_cache, table.to(device), int32(lengths, device), offsets(rows, device), options
-    )
+    return AttentionCase(q, k_cache, v_cache, table.to(device), int32(lengths, device), offsets(rows, device), options)
 
 
 def tree_words(parents: list[int]) -> list[list[int]]:

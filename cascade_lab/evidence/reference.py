@@ -230,16 +230,12 @@ def assert_state_close(
         if not error.numel():
             continue
         size = e.abs().masked_fill(~keep | e.isinf(), 0.0).max().item()
-        bound = (
-            atol if atol is not None else _FLOOR[given.dtype] * (max(1.0, size) if name == "lse" else size)
-        )
+        bound = atol if atol is not None else _FLOOR[given.dtype] * (max(1.0, size) if name == "lse" else size)
         origin = f"floor {bound:.3g}"
         if plain is not None:
             other = _difference(plain[0] if name == "o" else plain[1], e).masked_fill(~keep, 0.0).max().item()
             if not math.isfinite(other):
-                raise AssertionError(
-                    f"the plain run's {name} is not finite where the reference is: it bounds nothing"
-                )
+                raise AssertionError(f"the plain run's {name} is not finite where the reference is: it bounds nothing")
             bound += factor * other
             origin += f" + {factor:g} x plain error {other:.3g}"
         worst = error.max().item()
