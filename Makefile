@@ -13,7 +13,7 @@ run: venv
 	$(PY) -m cascade_lab run
 
 test: lint
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -n 2 --dist loadfile --durations 10
 	$(PY) -m cascade_lab check --no-run
 	$(ON_CPU) $(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -q
 

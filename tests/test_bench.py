@@ -299,7 +299,20 @@ def test_an_interruption_keeps_the_rows_measured_so_far(monkeypatch, tmp_path):
         quiet_run(monkeypatch, tmp_path)
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["sections"]["first"]["rows"] == [{"what": "kept"}]
-    assert record["complete"] is False
+    assert (record["complete"], record["stopped"]) == (False, "KeyboardInterrupt()")
+
+
+def test_a_record_is_json_with_a_line_for_each_row_and_five_digits(tmp_path):
+    rows = [{"a": 1.23456789, "plans": {"naive": {"n": 2**40}}}, {"a": None}]
+    record = {
+        "provenance": {"x": "y"},
+        "sections": {"one": {"rows": rows, "skipped": [], "seconds": 2.0}, "two": {"rows": []}},
+    }
+    gpu_bench._write(tmp_path / "x.json", record)
+    text = (tmp_path / "x.json").read_text()
+    assert '{"a": 1.2346, "plans": {"naive": {"n": 1099511627776}}},' in text.splitlines()
+    rows[0]["a"] = 1.2346
+    assert json.loads(text) == record
 
 
 def test_a_peer_that_fails_is_noted_and_passed_over():

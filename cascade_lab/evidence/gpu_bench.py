@@ -180,11 +180,11 @@ def run(scale: Scale, output: Path | None, *, quick: bool, smoke: bool, max_auto
         },
         "settings": {"quick": quick, "smoke": smoke, "max_autotune": max_autotune, "budget_s": scale.budget_s},
         "scale": asdict(scale),
-        "timings": "device events" if bench.clock.meaningful else "not meaningful: no GPU, kernels interpreted",
+        "timings": _meaning(bench.clock, smoke),
         "complete": False,
         "sections": {},
     }
-    print(f"device: {bench.clock.name}; {record['timings']}; results go to {output.as_posix()}")
+    print(f"device: {bench.clock.name}; {record['timings']}; results go to {output.as_posix()}", flush=True)
     wrong = _check(record, smoke, quick)
     _write(output, record)
     if wrong:
@@ -197,6 +197,9 @@ def run(scale: Scale, output: Path | None, *, quick: bool, smoke: bool, max_auto
         record["stopped"] = str(error)
         print(f"stopped at a wrong answer: {error}")
         return 1
+    except BaseException as error:
+        record["stopped"] = repr(error)
+        raise
     finally:
         _write(output, record)
     record["complete"] = True
@@ -206,6 +209,12 @@ def run(scale: Scale, output: Path | None, *, quick: bool, smoke: bool, max_auto
     print_summary(record)
     print(f"written to {output.as_posix()}")
     return 1 if any(bound["verdict"] == FAILS for bound in record["bounds"]) else 0
+
+
+def _meaning(clock: Clock, smoke: bool) -> str:
+    if not clock.meaningful:
+        return "not meaningful: no GPU, kernels interpreted"
+    return "not meaningful: tiny sizes" if smoke else "device events"
 
 
 def _check(record: dict, smoke: bool, quick: bool) -> str | None:
@@ -224,7 +233,7 @@ def _check(record: dict, smoke: bool, quick: bool) -> str | None:
         wrong = gpu_checks.run_marked_tests(PACKAGE_ROOT / "tests")
     record["checks"] = {"passed": sorted(done), "wrong": wrong, "seconds": time.monotonic() - start}
     _progress("")
-    print(f"checks: {len(done)} of {len(todo)} right, {time.monotonic() - start:.0f} s")
+    print(f"checks: {len(done)} of {len(todo)} right, {time.monotonic() - start:.0f} s", flush=True)
     return wrong
 
 
@@ -269,10 +278,9 @@ def ceilings(bench: Run) -> Iterator[dict]:
         a, b = bench.random(side, side), bench.random(side, side)
         out = torch.empty_like(a)
         timing = bench.clock.measure(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), seconds=0.3)
-        rates["matmul"] = max(rates.get("matmul", 0.0), 2 * side**3 / timing.seconds)
-        yield {"what": f"matmul {side}", "flops": 2 * side**3, "flops_per_s": 2 * side**3 / timing.seconds} | asdict(
-            timing
-        )
+        flops = 2 * side**3
+        rates["matmul"] = max(rates.get("matmul", 0.0), flops / timing.seconds)
+        yield {"what": f"matmul {side}", "flops": flops, "flops_per_s": flops / timing.seconds} | asdict(timing)
     one = torch.zeros(1, device=device)
     yield {"what": "one-element addition"} | asdict(bench.clock.measure(lambda: one.add_(1.0)))
     bench.copy_rate, bench.matmul_rate = rates["copy memory"], rates["matmul"]
@@ -789,7 +797,23 @@ def _progress(text: str) -> None:
 
 
 def _write(path: Path, record: dict) -> None:
+    """One line per row, numbers to five digits, so that a record can be read and compared as text."""
+    sections = {}
+    for name, section in record["sections"].items():
+        rows = ",\n".join(json.dumps(_rounded(row)) for row in section["rows"])
+        rest = json.dumps(_rounded({key: value for key, value in section.items() if key != "rows"}))
+        sections[name] = f'{json.dumps(name)}: {{"rows": [\n{rows}\n], {rest[1:]}'
+    parts = [f"{json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in record.items() if key != "sections"]
+    text = "{\n" + ",\n".join([*parts, '"sections": {\n' + ",\n".join(sections.values()) + "\n}"]) + "\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(x) for key, x in value.items()}
+    return [_rounded(x) for x in value] if isinstance(value, list | tuple) else value
