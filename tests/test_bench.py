@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cascade_lab import runtime
+from cascade_lab.cli import main
 from cascade_lab.evidence import bench, bench_figures, gpu_bench, gpu_checks, gpu_clock, gpu_report
 from cascade_lab.evidence.bench import Row
 
@@ -545,8 +546,11 @@ def test_pictures_of_a_record_carry_its_numbers_and_its_device():
     assert predicted is not None
 
 
-def test_a_file_that_is_no_gpu_record_is_refused(tmp_path):
-    path = tmp_path / "cpu.json"
-    path.write_text(json.dumps({"rows": []}))
-    with pytest.raises(ValueError, match="GPU run"):
-        bench_figures.write(path, tmp_path)
+@pytest.mark.parametrize("content", [None, "not json", '{"rows": []}', '{"sections": {}}'])
+def test_a_file_that_is_no_gpu_record_is_a_wrong_use(tmp_path, capsys, content):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["bench", "--plot", str(path), "--output", str(tmp_path / "pictures")]) == 2
+    assert "--plot: expected the record of a GPU run" in capsys.readouterr().err
+    assert not (tmp_path / "pictures").exists()

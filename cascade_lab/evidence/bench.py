@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from cascade_lab.evidence.parameters import UsageError
+
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_OUTPUT = Path("figures/measured/cpu.json")
 HOLDS, FAILS, NOT_MEASURED, NO_BOUND = "holds", "fails", "not measured here", "recorded"
@@ -162,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from cascade_lab.evidence import bench_figures
 
+        if not args.plot.is_file():
+            raise UsageError(f"--plot: expected the record of a GPU run, given {args.plot.as_posix()}: no such file")
         for path in bench_figures.write(args.plot, args.output or Path("figures")):
             print(path.as_posix())
         return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, VERMILLION, style
+from cascade_lab.evidence.parameters import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,11 +36,14 @@ def write(record: Path, folder: Path) -> list[Path]:
     """Draw every picture that the record has numbers for, as gpu_NAME.svg and gpu_NAME.png in `folder`.
 
     Raises:
-        FileNotFoundError: no such record. ValueError: a file that is no record of a GPU run.
+        UsageError: a file that is no record of a GPU run.
     """
-    data = json.loads(record.read_text(encoding="utf-8"))
-    if "sections" not in data or "ceilings" not in data["sections"]:
-        raise ValueError(f"{record}: expected the record of a GPU run, with measured sections")
+    try:
+        data = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError:
+        data = {}
+    if "ceilings" not in data.get("sections", {}):
+        raise UsageError(f"--plot: expected the record of a GPU run, given {record.as_posix()} without its sections")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, fig in draw(data):

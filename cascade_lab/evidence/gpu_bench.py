@@ -801,14 +801,20 @@ def _write(path: Path, record: dict) -> None:
     sections = {}
     for name, section in record["sections"].items():
         rows = ",\n".join(json.dumps(_rounded(row)) for row in section["rows"])
-        rest = json.dumps(_rounded({key: value for key, value in section.items() if key != "rows"}))
-        sections[name] = f'{json.dumps(name)}: {{"rows": [\n{rows}\n], {rest[1:]}'
-    parts = [f"{json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in record.items() if key != "sections"]
-    text = "{\n" + ",\n".join([*parts, '"sections": {\n' + ",\n".join(sections.values()) + "\n}"]) + "\n}\n"
+        sections[name] = _object(
+            {key: json.dumps(_rounded(section[key])) for key in section} | {"rows": f"[\n{rows}\n]"}
+        )
+    parts = {key: json.dumps(_rounded(value)) for key, value in record.items()}
+    text = _object(parts | {"sections": _object(sections)}) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def _object(members: dict[str, str]) -> str:
+    """A JSON object of values that are JSON already, a line each."""
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {value}" for key, value in members.items()) + "\n}"
 
 
 def _rounded(value: object) -> object:
