@@ -290,6 +290,33 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("scale", "seconds", "outcome"),
+    [
+        (replace(gpu_bench.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,)), 600.0, "done"),
+        (replace(gpu_bench.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)), 600.0, "failed"),
+        (gpu_bench.SMOKE, 0.0, "late"),
+    ],
+)
+def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, seconds, outcome):
+    """The workers' own mode is the machine's: here they interpret, and count what they launched."""
+    monkeypatch.setattr(runtime, "triton_mode", lambda: "compiled")
+    monkeypatch.setattr(gpu_checks, "workers", lambda: 2)
+    run = gpu_bench.Run(gpu_clock.HostClock(), scale, deadline=time.monotonic() + seconds)
+    (row,) = gpu_bench.compile_ahead(run)
+    if outcome == "done":
+        # three plans for one row per branch, three for one per node, and one prefill
+        assert row == {"tasks": 3, "done": 3, "plans": 7, "failed": []}
+    elif outcome == "failed":
+        assert (row["done"], row["plans"]) == (1, 1)
+        assert len(row["failed"]) == 2
+        assert "topk" in row["failed"][0]
+    else:
+        assert row["done"] < row["tasks"]
+        assert row["plans"] == 0
+
+
+@needs_triton
 def test_an_interruption_keeps_the_rows_measured_so_far(monkeypatch, tmp_path):
     def interrupted(run):
         yield {"what": "kept"}
