@@ -19,6 +19,18 @@ from cascade_lab.prefix import (
     remaining_scattered,
     scale_breakdown,
 )
+from cascade_lab.regions import (
+    CSA,
+    HCA,
+    MLA,
+    NSA,
+    Chunked,
+    Dense,
+    SinkWindow,
+    SlidingWindow,
+    TopK,
+    TopKBlocks,
+)
 from cascade_lab.states import (
     State,
     lse_from_base2,
@@ -34,11 +46,21 @@ from cascade_lab.trigger import DeviceModel, should_cascade
 __version__ = "0.1.0"
 
 __all__ = [
+    "CSA",
+    "Chunked",
+    "Dense",
     "DeviceModel",
     "DraftTree",
+    "HCA",
     "Ledger",
     "Level",
+    "MLA",
+    "NSA",
+    "SinkWindow",
+    "SlidingWindow",
     "State",
+    "TopK",
+    "TopKBlocks",
     "VerifyBatch",
     "attention",
     "cascade_attention",

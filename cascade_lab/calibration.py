@@ -84,13 +84,20 @@ def feature_errors(samples: Iterable[tuple[float, float, float]]) -> dict[str, f
 
 
 def _table(samples: Iterable[tuple[float, float, float]]) -> np.ndarray:
-    return np.asarray([tuple(row) for row in samples], dtype=np.float64)
+    rows = []
+    for i, row in enumerate(samples):
+        try:
+            prefix, new, seconds = row
+            rows.append((float(prefix), float(new), float(seconds)))
+        except (TypeError, ValueError):
+            raise ValueError(f"samples: expected (prefix, new tokens, time), given {row!r} in row {i}") from None
+    return np.asarray(rows, dtype=np.float64)
 
 
 def _check(samples) -> np.ndarray:
     data = _table(samples)
-    if data.ndim != 2 or data.shape[1] != 3 or len(data) < 8:
-        raise ValueError(f"samples: expected at least 8 rows of (prefix, new tokens, time), given shape {data.shape}")
+    if len(data) < 8:
+        raise ValueError(f"samples: expected at least 8 rows of (prefix, new tokens, time), given {len(data)}")
     bad = ~np.isfinite(data).all(1) | (data[:, 0] < 0) | (data[:, 1] <= 0) | (data[:, 2] <= 0)
     if bad.any():
         i = int(bad.argmax())

@@ -41,7 +41,10 @@ class DraftTree:
     parents: tuple[int, ...]
 
     def __init__(self, parents: Iterable[int]):
-        values = np.asarray(list(parents))
+        try:
+            values = np.asarray(list(parents))
+        except (TypeError, ValueError):
+            raise TypeError(f"parents: expected a sequence of integers, given {parents!r}") from None
         if values.size == 0:
             raise ValueError("parents: expected at least one node, given none (a request without drafts has tree None)")
         if values.ndim != 1 or values.dtype.kind not in "iu":
@@ -49,7 +52,8 @@ class DraftTree:
         if values.max() >= len(values):
             i = int(values.argmax())
             raise ValueError(f"parents: expected ids below {len(values)}, given {int(values[i])} for node {i}")
-        object.__setattr__(self, "parents", tuple(int(p) if p >= 0 else -1 for p in values))
+        values = np.maximum(values.astype(np.int64), -1)
+        object.__setattr__(self, "parents", tuple(values.tolist()))
         # a path of more nodes than there are never ends
         climb, steps = np.arange(len(values)), 0
         while (climb >= 0).any():
@@ -61,16 +65,14 @@ class DraftTree:
     @classmethod
     def branches(cls, topk: int, steps: int) -> DraftTree:
         """`topk` disjoint chains of `steps` nodes, branch-major: node b * steps + s is step s of branch b."""
-        for name, n in (("topk", topk), ("steps", steps)):
-            if n < 1:
-                raise ValueError(f"{name}: expected a number >= 1, given {n}")
+        _check_count("topk", topk, 1)
+        _check_count("steps", steps, 1)
         return cls(-1 if s == 0 else b * steps + s - 1 for b in range(topk) for s in range(steps))
 
     @classmethod
     def chain(cls, n: int) -> DraftTree:
         """One chain of `n` nodes."""
-        if n < 1:
-            raise ValueError(f"n: expected a number >= 1, given {n}")
+        _check_count("n", n, 1)
         return cls(range(-1, n - 1))
 
     @classmethod
@@ -97,16 +99,20 @@ class DraftTree:
             ValueError: not the ancestor relation of a forest.
         """
         seen = mask.cpu().numpy().astype(bool)
-        if seen.ndim != 2 or seen.shape[0] != seen.shape[1] or not seen.diagonal().all():
-            raise ValueError(f"mask: expected [N, N] with every node seeing itself, given shape {tuple(mask.shape)}")
+        if seen.ndim != 2 or seen.shape[0] != seen.shape[1] or not seen.size or not seen.diagonal().all():
+            raise ValueError(
+                f"mask: expected [N, N], N >= 1, with every node seeing itself, given shape {tuple(mask.shape)}"
+            )
         above = seen & ~np.eye(len(seen), dtype=bool)
         # the parent is the ancestor with most ancestors of its own
         rank = np.where(above, seen.sum(1)[None, :], 0)
-        tree = cls(np.where(above.any(1), rank.argmax(1), -1))
+        unlike = "mask: expected the ancestor relation of a forest, given rows that no parent array produces"
+        try:
+            tree = cls(np.where(above.any(1), rank.argmax(1), -1))
+        except ValueError:
+            raise ValueError(unlike) from None
         if not np.array_equal(tree._visible, seen):
-            raise ValueError(
-                "mask: expected the ancestor relation of a forest, given rows that no parent array produces"
-            )
+            raise ValueError(unlike)
         return tree
 
     @property
@@ -120,8 +126,8 @@ class DraftTree:
         Raises:
             ValueError: no such node.
         """
-        if not 0 <= i < self.size:
-            raise ValueError(f"i: expected a node from 0 to {self.size - 1}, given {i}")
+        if not hasattr(i, "__index__") or not 0 <= i < self.size:
+            raise ValueError(f"i: expected a node from 0 to {self.size - 1}, given {i!r}")
         return tuple(int(node) for node in self._paths[i][: self._path_lens[i] - 1])
 
     @cached_property
@@ -139,6 +145,7 @@ class DraftTree:
 
     def positions(self, prefix_len: int) -> torch.Tensor:
         """`[size]` int64 positions in the sequence: prefix_len + number of ancestors; siblings share one."""
+        _check_count("prefix_len", prefix_len, 0)
         return prefix_len - 1 + torch.from_numpy(self._path_lens)
 
     def dense_mask(self, prefix_len: int = 0) -> torch.Tensor:
@@ -147,6 +154,7 @@ class DraftTree:
         With prefix_len = 0 it is the draft square (SGLang's QLEN_ONLY), with the prefix its FULL_MASK, and flattened
         over a batch FlashInfer's custom_mask.
         """
+        _check_count("prefix_len", prefix_len, 0)
         prefix = torch.ones(self.size, prefix_len, dtype=torch.bool)
         return torch.cat((prefix, torch.from_numpy(self._visible)), dim=1)
 
@@ -164,7 +172,12 @@ class DraftTree:
         Returns:
             (`[size, depth]` int32, `[size]` int32): row i lists the slots of node i's ancestors and its own, in storage
             order as SGLang compacts them, then -1; and how many.
+
+        Raises:
+            ValueError: another number of slots.
         """
+        if slots.shape != (self.size,):
+            raise ValueError(f"slots: expected one per node, [{self.size}], given shape {tuple(slots.shape)}")
         order = np.where(self._paths >= 0, self._paths, self.size)
         order.sort(axis=1)
         padded = torch.cat((slots.to(torch.int32).cpu(), torch.tensor([-1], dtype=torch.int32)))
@@ -194,6 +207,13 @@ class DraftTree:
         # -1 falls into the last column of the row before, and that column is dropped
         seen.reshape(-1)[np.arange(self.size)[:, None] * (self.size + 1) + self._paths] = True
         return seen[:, :-1]
+
+
+def _check_count(name: str, n: int, low: int) -> None:
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise TypeError(f"{name}: expected an integer, given {n!r}")
+    if n < low:
+        raise ValueError(f"{name}: expected a number >= {low}, given {n}")
 
 
 @dataclass(frozen=True)
@@ -252,13 +272,13 @@ class VerifyBatch:
         """
         if rows not in ROWS:
             raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
+        for name, given in (("prefix_lens", prefix_lens), ("trees", trees)):
+            if not hasattr(given, "__len__"):
+                raise TypeError(f"{name}: expected a sequence, one per request, given {given!r}")
         if len(prefix_lens) != len(trees):
             raise ValueError(f"trees: expected one per request ({len(prefix_lens)}), given {len(trees)}")
         for r, (length, tree) in enumerate(zip(prefix_lens, trees, strict=True)):
-            if isinstance(length, bool) or not hasattr(length, "__index__"):
-                raise TypeError(f"prefix_lens: expected integers, given {length!r} for request {r}")
-            if length < 0:
-                raise ValueError(f"prefix_lens: expected numbers >= 0, given {length} for request {r}")
+            _check_count(f"prefix_lens[{r}]", length, 0)
             if tree is not None and not isinstance(tree, DraftTree):
                 raise TypeError(f"trees: expected DraftTree or None, given {type(tree).__name__} for request {r}")
         for name, n in (("page_size", page_size), ("shared_prefix_len", shared_prefix_len), ("num_pages", num_pages)):
@@ -280,6 +300,9 @@ class VerifyBatch:
                 f"shared_prefix_len: expected a multiple of page_size = {page_size} up to the shortest prefix "
                 f"{shortest}, given {shared_prefix_len}"
             )
+        distinct = int(tokens.sum()) - shared_prefix_len * max(0, len(tokens) - 1)
+        if distinct >= 2**31:
+            raise ValueError(f"prefix_lens: expected fewer than 2**31 distinct tokens in all, given {distinct}")
         if page_table is None:
             self._table = self._allocate(tokens)
         else:

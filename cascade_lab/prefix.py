@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from numbers import Real
 
 import torch
 
@@ -70,7 +71,7 @@ def linear_remaining(n: int, hit: int) -> Fraction:
         ValueError: as `remaining`.
     """
     check_hit(n, hit)
-    return Fraction(n - hit, n)
+    return Fraction(int(n) - int(hit), int(n))
 
 
 def remaining_scattered(n: int, intervals: Sequence[tuple[int, int]]) -> Fraction:
@@ -87,13 +88,19 @@ def remaining_scattered(n: int, intervals: Sequence[tuple[int, int]]) -> Fractio
         ValueError: n < 1, or a run outside 0 <= start <= stop <= n.
     """
     check_length("n", n, 1)
-    for start, stop in intervals:
+    n, runs = int(n), []
+    for interval in intervals:
+        try:
+            start, stop = interval
+        except (TypeError, ValueError):
+            raise ValueError(f"intervals: expected (start, stop) pairs, given {interval!r}") from None
         check_length("intervals", start)
         check_length("intervals", stop)
         if not start <= stop <= n:
             raise ValueError(f"intervals: expected 0 <= start <= stop <= n = {n}, given [{start}, {stop})")
+        runs.append((int(start), int(stop)))
     saved, reach = 0, 0
-    for start, stop in sorted(intervals):
+    for start, stop in sorted(runs):
         start = max(start, reach)
         if stop > start:
             saved += triangle(stop) - triangle(start)
@@ -125,7 +132,7 @@ def executed_tiles(n: int, hit: int, block_m: int, block_n: int, group: int = 1,
     check_hit(n, hit)
     for name, value in (("block_m", block_m), ("block_n", block_n), ("group", group)):
         check_length(name, value, 1)
-    n, hit = int(n), int(hit)
+    n, hit, block_m, block_n, group = (int(value) for value in (n, hit, block_m, block_n, group))
     tiles, unit = -(-(n - hit) * group // block_m), group * block_n
     if tiles == 0:
         return 0
@@ -133,6 +140,7 @@ def executed_tiles(n: int, hit: int, block_m: int, block_n: int, group: int = 1,
     if window is None:
         return behind
     check_length("window", window, 1)
+    window = int(window)
     # tiles in front: floor((first row + hit + 1 - window) / block_n), counted from where that is not negative
     start = (hit + 1 - window) * group
     skipped = max(0, -(start // block_m)) if start < 0 else 0
@@ -176,6 +184,7 @@ def effective_hit(cached_tokens: int, n: int, page_size: int = 1, *, rule: str =
     check_length("page_size", page_size, 1)
     if rule not in ENGINE_RULES:
         raise ValueError(f"rule: expected one of {ENGINE_RULES}, given {rule!r}")
+    cached_tokens, n, page_size = int(cached_tokens), int(n), int(page_size)
     hit = min(cached_tokens, n - 1) // page_size * page_size
     return hit if rule == "whole pages" else min(hit, max(0, n // page_size - 1) * page_size)
 
@@ -210,18 +219,24 @@ def prefix_hit_levels(
         raise ValueError(f"hits: expected one per request ({len(prompt_lens)}), given {len(hits)}")
     for n, hit in zip(prompt_lens, hits, strict=True):
         check_hit(n, hit)
+    lengths, found = [int(n) for n in prompt_lens], [int(hit) for hit in hits]
     if page_table is None:
-        page_table = paging.build_page_table(list(prompt_lens), page_size).to(device)
+        page_table = paging.build_page_table(lengths, page_size).to(device)
+    pages = paging.pages_needed(max(lengths, default=0), page_size)
+    if page_table.dim() != 2 or len(page_table) != len(lengths) or page_table.shape[1] < pages:
+        raise ValueError(
+            f"page_table: expected [{len(lengths)}, at least {pages}], given shape {tuple(page_table.shape)}"
+        )
     device = page_table.device
-    prompts = torch.tensor(list(prompt_lens), dtype=torch.int32, device=device)
-    cached = torch.tensor(list(hits), dtype=torch.int32, device=device)
+    prompts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    cached = torch.tensor(found, dtype=torch.int32, device=device)
     rows = torch.nn.functional.pad((prompts - cached).cumsum(0), (1, 0)).to(torch.int32)
-    most = max((n - hit for n, hit in zip(prompt_lens, hits, strict=True)), default=0)
+    most = max((n - hit for n, hit in zip(lengths, found, strict=True)), default=0)
     if not split:
         name = "suffix over prefix and suffix"
         return (Level(rows, page_table, prompts, page_size, causal=True, name=name, max_seqlen_q=most),)
     # the triangle starts at token H, so its pages are as fine as every H needs
-    fine = math.gcd(page_size, *(int(hit) for hit in hits))
+    fine = math.gcd(page_size, *found)
     parts = page_size // fine
     tokens = (page_table.long()[:, :, None] * parts + torch.arange(parts, device=device)).flatten(1)
     column = cached.long()[:, None] // fine + torch.arange(tokens.shape[1], device=device)
@@ -261,7 +276,7 @@ def scale_breakdown(
     scaled = {}
     for name, cost in breakdown.items():
         _check_cost(name, cost)
-        scaled[name] = cost * _factor(name, kinds.get(name), factors)
+        scaled[name] = float(cost) * _factor(name, kinds.get(name), factors)
     return scaled | {"total": math.fsum(scaled.values())}
 
 
@@ -333,6 +348,7 @@ def hand_over(
     """
     check_length("replay_tokens", replay_tokens)
     check_length("kv_bytes_per_token", kv_bytes_per_token)
+    n, replay_tokens, kv_bytes_per_token = int(n), int(replay_tokens), int(kv_bytes_per_token)
     found = effective_hit(cached_tokens, n, page_size, rule=rule)
     hit = max(0, found - replay_tokens)
     return PrefillTerms(
@@ -407,11 +423,22 @@ def check_applicability(case: Case | Mapping) -> list[Finding]:
         ValueError: an empty case, lengths that are no integers in range, an unknown kind, or bad samples.
     """
     if not isinstance(case, Case):
-        if not case or not {"n", "cached_blocks", "block_size"} <= set(case):
-            raise ValueError(f"case: expected at least n, cached_blocks and block_size, given {sorted(case)}")
+        if not isinstance(case, Mapping):
+            raise ValueError(f"case: expected a Case or a mapping with its fields, given {case!r}")
+        unknown = set(case) - {field.name for field in fields(Case)}
+        if unknown or not {"n", "cached_blocks", "block_size"} <= set(case):
+            raise ValueError(
+                f"case: expected n, cached_blocks, block_size and other fields of Case, given {sorted(map(str, case))}"
+            )
         case = Case(**case)
     check_length("n", case.n, 1)
     check_length("block_size", case.block_size, 1)
+    check_length("kv_bytes_per_token", case.kv_bytes_per_token)
+    _check_ratio("tolerance", case.tolerance)
+    if not isinstance(case.region, Region):
+        raise ValueError(f"region: expected a region of cascade_lab.regions, given {case.region!r}")
+    if not hasattr(case.cached_blocks, "__iter__"):
+        raise ValueError(f"cached_blocks: expected a sequence of bool, given {case.cached_blocks!r}")
     blocks = [bool(found) for found in case.cached_blocks]
     if len(blocks) not in (case.n // case.block_size, -(-case.n // case.block_size)):
         raise ValueError(
@@ -501,17 +528,17 @@ def _floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
 
 
 def _check_ratio(name: str, h: float) -> None:
-    if isinstance(h, bool) or not isinstance(h, (int, float, Fraction)) or not 0 <= h <= 1:
+    if isinstance(h, bool) or not isinstance(h, Real) or not 0 <= h <= 1:
         raise ValueError(f"{name}: expected a number in [0, 1], given {h!r}")
 
 
 def _check_cost(name: str, cost: float) -> None:
-    if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
+    if isinstance(cost, bool) or not isinstance(cost, Real) or not 0 <= cost < math.inf:
         raise ValueError(f"breakdown[{name!r}]: expected a finite cost >= 0, given {cost!r}")
 
 
 def _factor(name: str, kind, factors: Mapping[str, float]) -> float:
-    kind, *given = kind if isinstance(kind, (tuple, list)) else (kind,)
+    kind, *given = kind if isinstance(kind, (tuple, list)) and len(kind) else (kind,)
     if kind == "mixed" or (given and given[0] in KINDS):
         raise ValueError(
             f"kinds[{name!r}]: expected one kind, given {[kind, *given]}: projections fall as 1 - h and interactions "
@@ -520,7 +547,7 @@ def _factor(name: str, kind, factors: Mapping[str, float]) -> float:
     if kind not in KINDS:
         raise ValueError(f"kinds[{name!r}]: expected one of {KINDS}, given {kind!r}")
     if kind == "other":
-        if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], (int, float, Fraction)):
+        if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], Real):
             raise ValueError(f"kinds[{name!r}]: expected ('other', factor) with a number, given {(kind, *given)}")
         if not 0 <= given[0] < math.inf:
             raise ValueError(f"kinds[{name!r}]: expected a finite factor >= 0, given {given[0]!r}")

@@ -29,7 +29,7 @@ class Region:
         Raises:
             ValueError: t below 1, or not an integer.
         """
-        return self._visible(_counts("t", t, 1, self._visible))
+        return self._visible(self._counts("t", t, 1, self._visible))
 
     def total(self, n: Count) -> Count:
         """F(n) = v(1) + ... + v(n) for n >= 0; an array whose sums pass 64 bits comes back as Python integers.
@@ -37,7 +37,7 @@ class Region:
         Raises:
             ValueError: n below 0, or not an integer.
         """
-        return self._total(_counts("n", n, 0, self._total))
+        return self._total(self._counts("n", n, 0, self._total))
 
     def remaining(self, n: Count, hit: Count) -> Fraction | np.ndarray:
         """1 - F(hit) / F(n): an exact Fraction for integers, float64 for arrays.
@@ -72,6 +72,26 @@ class Region:
     def _total(self, n: Count) -> Count:
         raise NotImplementedError
 
+    def _counts(self, name: str, n: Count, low: int, rule: Callable[[Count], Count]) -> Count:
+        """`n` checked: a Python integer, or an int64 array, or an array of Python integers where that would overflow.
+
+        A rule's intermediate values stay within four times its result, or come from parameters alone.
+        """
+        check_length(name, n, low)
+        if not isinstance(n, np.ndarray):
+            return operator.index(n)
+        wide = n.size > 0 and (self._largest() >= 2**31 or 4 * rule(int(n.max())) >= 2**63)
+        return n.astype(object) if wide else n.astype(np.int64)
+
+    def _largest(self) -> int:
+        return max(vars(self).values(), default=0)
+
+    def _check(self, **lows: int) -> None:
+        """Refuse parameters that are no integers of at least `lows`, and keep them as Python's, which never wrap."""
+        for name, low in lows.items():
+            check_length(name, getattr(self, name), low)
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+
 
 def triangle(n: Count) -> Count:
     """1 + 2 + ... + n."""
@@ -100,16 +120,6 @@ def check_hit(n: Count, hit: Count) -> None:
         first = (np.asarray(hit) > np.asarray(n)).argmax()
         given = np.broadcast_arrays(hit, n)
         raise ValueError(f"hit: expected at most n = {given[1].flat[first]}, given {given[0].flat[first]}")
-
-
-def _counts(name: str, n: Count, low: int, rule: Callable[[Count], Count]) -> Count:
-    """`n` checked: a Python integer, or an int64 array, or an array of Python integers where `rule` would overflow."""
-    check_length(name, n, low)
-    if not isinstance(n, np.ndarray):
-        return operator.index(n)
-    # rules never fall in n, and their intermediate values stay within four times their result
-    wide = n.size > 0 and 4 * rule(int(n.max())) >= 2**63
-    return n.astype(object) if wide else n.astype(np.int64)
 
 
 def _least(a: Count, b: Count) -> Count:
@@ -146,7 +156,7 @@ class SlidingWindow(Region):
     w: int
 
     def __post_init__(self):
-        check_length("w", self.w, 1)
+        self._check(w=1)
 
     def _visible(self, t: Count) -> Count:
         return _least(t, self.w)
@@ -163,8 +173,7 @@ class SinkWindow(Region):
     w: int
 
     def __post_init__(self):
-        check_length("s", self.s)
-        check_length("w", self.w, 1)
+        self._check(s=0, w=1)
 
     def _visible(self, t: Count) -> Count:
         return _least(t, self.s + self.w)
@@ -180,7 +189,7 @@ class Chunked(Region):
     c: int
 
     def __post_init__(self):
-        check_length("c", self.c, 1)
+        self._check(c=1)
 
     def _visible(self, t: Count) -> Count:
         return (t - 1) % self.c + 1
@@ -196,7 +205,7 @@ class TopK(Region):
     k: int
 
     def __post_init__(self):
-        check_length("k", self.k, 1)
+        self._check(k=1)
 
     def _visible(self, t: Count) -> Count:
         return _least(t, self.k)
@@ -216,8 +225,7 @@ class TopKBlocks(Region):
     k: int
 
     def __post_init__(self):
-        check_length("block", self.block, 1)
-        check_length("k", self.k, 1)
+        self._check(block=1, k=1)
 
     def _visible(self, t: Count) -> Count:
         b = (t - 1) // self.block
@@ -238,7 +246,7 @@ class Compressed(Region):
     m: int
 
     def __post_init__(self):
-        check_length("m", self.m, 1)
+        self._check(m=1)
 
     def _visible(self, t: Count) -> Count:
         return t // self.m
@@ -259,8 +267,7 @@ class CSA(Region):
     window: int
 
     def __post_init__(self):
-        for name in ("m", "k", "window"):
-            check_length(name, getattr(self, name), 1)
+        self._check(m=1, k=1, window=1)
 
     def _visible(self, t: Count) -> Count:
         return _least(t // self.m, self.k) + _least(t, self.window)
@@ -282,8 +289,7 @@ class HCA(Region):
     window: int
 
     def __post_init__(self):
-        check_length("m", self.m, 1)
-        check_length("window", self.window, 1)
+        self._check(m=1, window=1)
 
     def _visible(self, t: Count) -> Count:
         return t // self.m + _least(t, self.window)
@@ -307,8 +313,7 @@ class NSA(Region):
     window: int
 
     def __post_init__(self):
-        for name in ("length", "stride", "block", "k", "window"):
-            check_length(name, getattr(self, name), 1)
+        self._check(length=1, stride=1, block=1, k=1, window=1)
 
     def _visible(self, t: Count) -> Count:
         # floor((t - length) / stride) + 1, which is 0 or less before the first block is whole
@@ -336,8 +341,14 @@ class Mixture(Region):
     def __post_init__(self):
         if not self.parts:
             raise ValueError("parts: expected at least one (weight, region), given none")
-        for weight, _ in self.parts:
+        for weight, region in self.parts:
             check_length("weight", weight, 1)
+            if not isinstance(region, Region):
+                raise ValueError(f"parts: expected (weight, region) pairs, given {region!r} for a region")
+        object.__setattr__(self, "parts", tuple((operator.index(weight), region) for weight, region in self.parts))
+
+    def _largest(self) -> int:
+        return max(max(weight, region._largest()) for weight, region in self.parts)
 
     def _visible(self, t: Count) -> Count:
         return sum(weight * region._visible(t) for weight, region in self.parts)
@@ -396,6 +407,7 @@ class MLA:
             {"expanded": ..., "expansion": of the hit's cached tokens, "absorbed": ...}.
         """
         check_hit(n, hit)
+        n, hit = operator.index(n), operator.index(hit)
         pairs = triangle(n) - triangle(hit)
         return {
             "expanded": pairs * self.expanded_flops,

@@ -132,9 +132,9 @@ def should_cascade(
     batch: VerifyBatch,
     device_model: DeviceModel,
     *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    num_q_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
     head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     launches: Mapping[str, int] | None = None,
@@ -144,7 +144,8 @@ def should_cascade(
     Args:
         batch: what is to be verified.
         device_model: one of `DEVICES`, or what `calibrate` returns.
-        num_q_heads, num_kv_heads, head_dim: of one layer on one device; head_dim_v defaults to head_dim.
+        num_q_heads, num_kv_heads, head_dim: of one layer on one device, those of an 8-billion Llama 3 by default;
+            head_dim_v defaults to head_dim.
         dtype: of the cache.
         launches: launches per plan of another implementation; those of this package by default.
 
@@ -154,7 +155,11 @@ def should_cascade(
 
     Raises:
         ValueError: head counts that do not divide, a head dim below 1, or launches of an unknown plan.
+        TypeError: another batch or device model than a `VerifyBatch` and a `DeviceModel`.
     """
+    for name, given, kind in (("batch", batch, VerifyBatch), ("device_model", device_model, DeviceModel)):
+        if not isinstance(given, kind):
+            raise TypeError(f"{name}: expected a {kind.__name__}, given {given!r}")
     shape = _Shape.of(batch)
     heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
     predictions = _predict(shape, device_model, heads, launches)
@@ -487,7 +492,7 @@ def vllm_rule(
         query_lens: query tokens per request.
     """
     if computed_lens is not None:
-        common_prefix_len = min(common_prefix_len, *computed_lens)
+        common_prefix_len = min((common_prefix_len, *computed_lens))
     common = common_prefix_len // block_size * block_size
     requests = len(query_lens)
     if common < 256 or alibi or sliding_window or local_attention or requests < 8 or decode_context_parallel > 1:

@@ -109,7 +109,9 @@ GOOD = samples(lambda L, x: 1 + x)
     [
         ([], "at least 8"),
         (GOOD[:7], "at least 8"),
-        ([row[:2] for row in GOOD], "at least 8 rows"),
+        ([row[:2] for row in GOOD], "given .* in row 0"),
+        ([*GOOD, ("a", 1, 1.0)], r"given \('a', 1, 1.0\) in row 30"),
+        ([*GOOD, 5], "given 5 in row 30"),
         ([*GOOD, (1, 1, math.nan)], "nan"),
         ([*GOOD, (math.nan, 1, 1)], "nan"),
         ([*GOOD, (1, 1, math.inf)], "inf"),

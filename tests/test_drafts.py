@@ -112,6 +112,9 @@ def test_constructors_agree_with_their_parents():
     assert DraftTree.branches(3, 1).parents == (-1, -1, -1)
     assert hash(DraftTree.chain(3)) == hash(DraftTree.chain(3))
     assert DraftTree(torch.tensor([-1, 0])).parents == (-1, 0)
+    # any negative number hangs a node on the prefix, also one below -(number of nodes)
+    assert DraftTree([-9, 0, -2, 2]) == DraftTree([-1, 0, -1, 2])
+    assert DraftTree(np.array([-128, 0], np.int8)) == DraftTree.chain(2)
 
 
 def test_paths_are_numbered_by_first_appearance():
@@ -133,6 +136,8 @@ def test_paths_are_numbered_by_first_appearance():
         ([-1, 2], ValueError, "parents: expected ids below 2, given 2 for node 1"),
         ([-1, 0.0], TypeError, "parents: expected a sequence of integers, given float64"),
         ([-1, None], TypeError, "parents: expected a sequence of integers"),
+        (5, TypeError, "parents: expected a sequence of integers, given 5"),
+        ([[-1], [0, 1]], TypeError, "parents: expected a sequence of integers"),
         (["a"], TypeError, "parents: expected a sequence of integers"),
         ([True, False], TypeError, "parents: expected a sequence of integers, given bool"),
         ([[-1, 0]], TypeError, r"parents: expected a sequence of integers, given int64 with shape \(1, 2\)"),
@@ -153,10 +158,19 @@ def test_what_is_no_tree_is_refused(parents, error, message):
         (lambda: DraftTree.from_paths([(), ()]), "parents: expected at least one node"),
         (lambda: DraftTree.chain(3).ancestors(3), "i: expected a node from 0 to 2, given 3"),
         (lambda: DraftTree.chain(3).ancestors(-1), "i: expected a node from 0 to 2, given -1"),
+        (lambda: DraftTree.chain(3).ancestors(1.0), "i: expected a node from 0 to 2, given 1.0"),
+        (lambda: DraftTree.branches(2.0, 3), "topk: expected an integer, given 2.0"),
+        (lambda: DraftTree.chain(2.5), "n: expected an integer, given 2.5"),
+        (lambda: DraftTree.chain(3).positions(-1), "prefix_len: expected a number >= 0, given -1"),
+        (lambda: DraftTree.chain(3).positions(1.5), "prefix_len: expected an integer, given 1.5"),
+        (lambda: DraftTree.chain(3).dense_mask(-1), "prefix_len: expected a number >= 0, given -1"),
+        (lambda: DraftTree.chain(3).ancestor_page_table(torch.arange(4)), r"slots: expected one per node, \[3\]"),
+        (lambda: DraftTree.from_dense_mask(torch.ones(2, 2)), "mask: expected the ancestor relation of a forest"),
+        (lambda: DraftTree.from_dense_mask(torch.ones(0, 0)), r"mask: expected \[N, N\], N >= 1"),
     ],
 )
 def test_wrong_sizes_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 
@@ -333,9 +347,11 @@ def test_a_cache_too_small_is_refused_with_both_numbers():
     ("arguments", "error", "message"),
     [
         (dict(rows="leaf"), ValueError, r"rows: expected one of \('node', 'branch'\), given 'leaf'"),
+        (dict(prefix_lens=5), TypeError, "prefix_lens: expected a sequence, one per request, given 5"),
+        (dict(prefix_lens=[2**40, 6]), ValueError, r"prefix_lens: expected fewer than 2\*\*31 distinct tokens"),
         (dict(trees=[None]), ValueError, r"trees: expected one per request \(2\), given 1"),
-        (dict(prefix_lens=[4, -1]), ValueError, "prefix_lens: expected numbers >= 0, given -1 for request 1"),
-        (dict(prefix_lens=[4, 1.5]), TypeError, "prefix_lens: expected integers, given 1.5 for request 1"),
+        (dict(prefix_lens=[4, -1]), ValueError, r"prefix_lens\[1\]: expected a number >= 0, given -1"),
+        (dict(prefix_lens=[4, 1.5]), TypeError, r"prefix_lens\[1\]: expected an integer, given 1.5"),
         (dict(trees=[None, [-1]]), TypeError, "trees: expected DraftTree or None, given list for request 1"),
         (dict(page_size=0), ValueError, "page_size: expected a number >= 1, given 0"),
         (dict(page_size=1.5), TypeError, "page_size: expected an integer, given 1.5"),

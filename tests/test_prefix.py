@@ -4,6 +4,7 @@ import random
 from dataclasses import asdict
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -91,6 +92,24 @@ def test_big_lengths_are_exact():
     assert interactions(n, n - 1) == n
     assert remaining(n, n // 2) == 1 - Fraction(n // 2 * (n // 2 + 1), n * (n + 1))
     assert interactions(torch.tensor(10**12).numpy()[()]) == 500000000000500000000000
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_numpy_lengths_do_not_wrap_around(kind):
+    n, hit = 2**31 - 2, 2**30
+    assert cl.interactions(kind(n), kind(hit)) == cl.interactions(n, hit)
+    assert cl.remaining(kind(n), kind(hit)) == cl.remaining(n, hit)
+    assert cl.remaining_scattered(kind(n), [(kind(3), kind(hit))]) == cl.remaining_scattered(n, [(3, hit)])
+    assert cl.remaining_scattered(n, np.array([[3, hit], [hit, n]], kind)) == cl.remaining_scattered(n, [(3, n)])
+    sizes = dict(block_m=128, block_n=64, group=4)
+    wrapped = {name: kind(size) for name, size in sizes.items()}
+    for window in (None, 4096):
+        given = None if window is None else kind(window)
+        found = executed_tiles(kind(n), kind(hit), **wrapped, window=given)
+        assert found == executed_tiles(n, hit, **sizes, window=window)
+    terms = cl.hand_over(kind(hit), kind(n), kind(16), kv_bytes_per_token=kind(2**20), cache_present=False)
+    assert terms.kv_load_bytes == hit * 2**20
+    assert type(cl.effective_hit(kind(hit), kind(n), kind(16))) is int
 
 
 def test_limit_is_reached_like_one_over_n():
@@ -438,6 +457,15 @@ def test_breakdown_is_scaled_bucket_by_bucket():
     assert list(scaled) == [*BREAKDOWN, "total"]
 
 
+def test_breakdown_takes_numbers_of_any_kind():
+    costs = {"core": np.float32(2), "ffn": np.int64(3), "load": Fraction(1, 2), "window": 4}
+    kinds = {"core": "interaction", "ffn": "linear", "load": "transfer", "window": ("other", np.float32(0.25))}
+    scaled = cl.scale_breakdown(costs, kinds, 3, 1)
+    assert scaled == pytest.approx({"core": 5 / 3, "ffn": 2.0, "load": 0.5, "window": 1.0, "total": 31 / 6})
+    assert {type(cost) for cost in scaled.values()} == {float}
+    assert cl.remaining_limit(np.float32(0.5)) == 0.75
+
+
 def test_fixed_part_remains_at_the_highest_hits():
     """h = 0.9459 with fixed, linear and quadratic parts: nowhere near a speed-up of 1 / (1 - h)."""
     kinds = {"fixed": "fixed", "linear": "linear", "quadratic": "interaction"}
@@ -621,6 +649,12 @@ def test_absent_cache_fails_with_its_bytes():
         (good_case(block_size=0), "block_size: .*given 0"),
         (good_case(cached_blocks=[True] * 65), "cached_blocks: .*given 65"),
         (good_case(cached_blocks=[]), "cached_blocks: .*given 0"),
+        (good_case(cached_blocks=5), "cached_blocks: .*given 5"),
+        (None, "case: .*given None"),
+        (good_case(tolerence=0.1), "case: .*'tolerence'"),
+        (good_case(region="dense"), "region: .*given 'dense'"),
+        (good_case(tolerance=NAN), "tolerance: .*given nan"),
+        (good_case(kv_bytes_per_token=-5), "kv_bytes_per_token: .*given -5"),
         (good_case(kinds={"a": "cubic"}), "kinds.'a'.: .*'cubic'"),
         (good_case(samples=[(0, 1, NAN)] * 9), "samples: .*nan"),
         (good_case(samples=[(0, x, 1.0) for x in range(1, 20)]), "samples: .*prefix"),
@@ -631,6 +665,7 @@ def test_bad_cases_are_refused(case, message):
         check_applicability(case)
 
 
+NARROW = torch.tensor([[1, 2]], dtype=torch.int32)
 BAD_LENGTHS = [(4, 5, "5"), (4, -1, "-1"), (-1, 0, "-1"), (4.0, 1, "4.0"), (4, 1.0, "1.0"), (True, 0, "True")]
 BAD_LENGTHS += [(4, NAN, "nan"), (NAN, 1, "nan"), ("4", 1, "'4'"), (4, None, "None"), (4, INF, "inf")]
 
@@ -658,6 +693,10 @@ def test_bad_lengths_are_refused_with_their_value(call, n, hit, value):
     ("call", "message"),
     [
         (lambda: remaining(0, 0), "n: .*given 0"),
+        (lambda: cl.remaining_scattered(5, [3]), "intervals: .*given 3"),
+        (lambda: cl.remaining_scattered(5, [(1, 2, 3)]), r"intervals: .*given \(1, 2, 3\)"),
+        (lambda: scale_breakdown({"a": 1.0}, {"a": ()}, 2, 1), r"kinds\['a'\]: .*given \(\)"),
+        (lambda: prefix_hit_levels([40], [20], 16, split=True, page_table=NARROW), r"page_table: .*\[1, at least 3\]"),
         (lambda: remaining_limit(1.01), "h: .*given 1.01"),
         (lambda: remaining_limit(-0.5), "h: .*given -0.5"),
         (lambda: remaining_limit(NAN), "h: .*given nan"),

@@ -145,6 +145,40 @@ def test_arrays_do_not_wrap_around(region):
     )
 
 
+@pytest.mark.parametrize(
+    "region",
+    [
+        SlidingWindow(10**20),
+        Chunked(10**10),
+        TopKBlocks(10**10, 3),
+        CSA(10**10, 10**10, 10**20),
+        NSA(10**20, 1, 10**10, 1, 10**20),
+        Mixture(((10**20, TopK(10**20)), (1, Compressed(10**20)))),
+    ],
+    ids=lambda region: type(region).__name__,
+)
+def test_parameters_beyond_64_bits_do_not_stop_arrays(region):
+    lengths = np.array([1, 5, 40_000])
+    assert region.total(lengths).tolist() == [region.total(int(n)) for n in lengths]
+    assert region.visible(lengths).tolist() == [region.visible(int(t)) for t in lengths]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_numpy_parameters_do_not_wrap_around(kind):
+    n = 10**10
+    for region, same in (
+        (SlidingWindow(kind(60_000)), SlidingWindow(60_000)),
+        (Chunked(kind(100_000)), Chunked(100_000)),
+        (TopKBlocks(kind(65_536), kind(65_536)), TopKBlocks(65_536, 65_536)),
+        (CSA(kind(60_000), kind(60_000), kind(9)), CSA(60_000, 60_000, 9)),
+        (Mixture(((kind(2**30), Dense()),)), Mixture(((2**30, Dense()),))),
+    ):
+        assert region == same
+        assert region.total(n) == same.total(n)
+    flops = MLA().prefill_flops(kind(2**30), kind(2**29))
+    assert flops == MLA().prefill_flops(2**30, 2**29)
+
+
 def test_dense_total_by_hand():
     """N = 4 has 10 pairs: neither the square 16 nor its half 8."""
     assert Dense().total(4) == 10
@@ -283,6 +317,7 @@ def test_mla_expansion_is_linear_in_the_hit_and_absorbed_wins_only_on_few_rows()
         (lambda: NSA(32, 0, 64, 16, 512), "stride: .*given 0"),
         (lambda: Mixture(()), "parts: .*given none"),
         (lambda: Mixture(((0, Dense()),)), "weight: .*given 0"),
+        (lambda: Mixture(((1, "dense"),)), "parts: expected .* pairs, given 'dense' for a region"),
         (lambda: MLA().prefill_flops(4, 5), "hit: .*given 5"),
     ],
 )

@@ -365,8 +365,24 @@ def test_calibration_measures_this_machine():
         (lambda: break_even_prefix(2, 3, 1, device_model=H100, plan="naive", **HEADS), "plan: expected 'cascade' or"),
         (lambda: break_even_prefix(2, 3, 1, device_model=H100, rows="leaf", **HEADS), "rows: expected one of"),
         (lambda: flashinfer_rule(16, 512), "head_dim: expected 1 to 511, given 512"),
+        (lambda: should_cascade([5], H100), r"batch: expected a VerifyBatch, given \[5\]"),
+        (lambda: should_cascade(branches(1, 2, 3, 1), "H100"), "device_model: expected a DeviceModel, given 'H100'"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+def test_heads_default_to_32_over_8_of_128():
+    batch = branches(4, 4, 8192, 3)
+    assert should_cascade(batch, H100) == should_cascade(batch, H100, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    by_plan = should_cascade(batch, H100).predictions
+    assert by_plan["fused"].compulsory_bytes == ledger(batch.levels("fused")).kv_tokens_unique * 8 * 256 * 2
+
+
+def test_vllm_rule_takes_no_requests_and_arrays():
+    heads = dict(num_q_heads=32, num_kv_heads=8, num_sms=132)
+    assert not vllm_rule(512, [], computed_lens=[], **heads)
+    assert vllm_rule(512, [2] * 8, computed_lens=torch.full((8,), 300), **heads)
+    assert not vllm_rule(512, [2] * 8, computed_lens=torch.full((8,), 255), **heads)
