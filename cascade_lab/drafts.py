@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cascade_lab import paging
-from cascade_lab.levels import Level
+from cascade_lab.levels import Level, check_at_least
 
 PLANS = ("naive", "cascade", "fused")
 ROWS = ("node", "branch")
@@ -65,14 +65,14 @@ class DraftTree:
     @classmethod
     def branches(cls, topk: int, steps: int) -> DraftTree:
         """`topk` disjoint chains of `steps` nodes, branch-major: node b * steps + s is step s of branch b."""
-        _check_count("topk", topk, 1)
-        _check_count("steps", steps, 1)
+        check_at_least("topk", topk, 1)
+        check_at_least("steps", steps, 1)
         return cls(-1 if s == 0 else b * steps + s - 1 for b in range(topk) for s in range(steps))
 
     @classmethod
     def chain(cls, n: int) -> DraftTree:
         """One chain of `n` nodes."""
-        _check_count("n", n, 1)
+        check_at_least("n", n, 1)
         return cls(range(-1, n - 1))
 
     @classmethod
@@ -145,7 +145,7 @@ class DraftTree:
 
     def positions(self, prefix_len: int) -> torch.Tensor:
         """`[size]` int64 positions in the sequence: prefix_len + number of ancestors; siblings share one."""
-        _check_count("prefix_len", prefix_len, 0)
+        check_at_least("prefix_len", prefix_len, 0)
         return prefix_len - 1 + torch.from_numpy(self._path_lens)
 
     def dense_mask(self, prefix_len: int = 0) -> torch.Tensor:
@@ -154,7 +154,7 @@ class DraftTree:
         With prefix_len = 0 it is the draft square (SGLang's QLEN_ONLY), with the prefix its FULL_MASK, and flattened
         over a batch FlashInfer's custom_mask.
         """
-        _check_count("prefix_len", prefix_len, 0)
+        check_at_least("prefix_len", prefix_len, 0)
         prefix = torch.ones(self.size, prefix_len, dtype=torch.bool)
         return torch.cat((prefix, torch.from_numpy(self._visible)), dim=1)
 
@@ -207,13 +207,6 @@ class DraftTree:
         # -1 falls into the last column of the row before, and that column is dropped
         seen.reshape(-1)[np.arange(self.size)[:, None] * (self.size + 1) + self._paths] = True
         return seen[:, :-1]
-
-
-def _check_count(name: str, n: int, low: int) -> None:
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
-        raise TypeError(f"{name}: expected an integer, given {n!r}")
-    if n < low:
-        raise ValueError(f"{name}: expected a number >= {low}, given {n}")
 
 
 @dataclass(frozen=True)
@@ -278,7 +271,7 @@ class VerifyBatch:
         if len(prefix_lens) != len(trees):
             raise ValueError(f"trees: expected one per request ({len(prefix_lens)}), given {len(trees)}")
         for r, (length, tree) in enumerate(zip(prefix_lens, trees, strict=True)):
-            _check_count(f"prefix_lens[{r}]", length, 0)
+            check_at_least(f"prefix_lens[{r}]", length, 0)
             if tree is not None and not isinstance(tree, DraftTree):
                 raise TypeError(f"trees: expected DraftTree or None, given {type(tree).__name__} for request {r}")
         for name, n in (("page_size", page_size), ("shared_prefix_len", shared_prefix_len), ("num_pages", num_pages)):

@@ -8,6 +8,7 @@ second; a prefix hit does the opposite. Nothing here is measured: bytes are not 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -198,14 +199,18 @@ class Ledger:
         Each tile loads the keys that some row of it sees, once. Per request that is ceil(rows x group / block_m) times
         the keys, less what lies above the diagonal when causal.
         """
-        if block_m < 1:
-            raise ValueError(f"block_m: expected a number >= 1, given {block_m}")
+        check_at_least("block_m", block_m, 1)
         group = self.num_q_heads // self.num_kv_heads
         return sum(shape.tile_tokens(block_m, group) for shape in self._passes)
 
     def kv_bytes(self, head_dim: int, dtype: torch.dtype, head_dim_v: int | None = None) -> int:
         """kv_tokens x KV heads x (head_dim + head_dim_v) x itemsize; head_dim_v defaults to head_dim."""
-        width = head_dim + (head_dim if head_dim_v is None else head_dim_v)
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        check_at_least("head_dim", head_dim, 1)
+        check_at_least("head_dim_v", head_dim_v, 1)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype, given {dtype!r}")
+        width = int(head_dim) + int(head_dim_v)
         return self.kv_tokens * self.num_kv_heads * width * dtype.itemsize
 
 
@@ -220,7 +225,8 @@ class _Shape:
     def tile_tokens(self, block_m: int, group: int) -> int:
         tiles = -(-self.rows * group // block_m)
         if not self.causal:
-            return int((tiles * self.keys).sum())
+            # rows x keys fits 64 bits, times a group it may not
+            return sum(map(operator.mul, tiles.tolist(), self.keys.tolist()))
         request = np.repeat(np.arange(len(tiles)), tiles)
         tile = np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)
         rows, keys = self.rows[request], self.keys[request]
@@ -239,16 +245,30 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         Ledger of Python integers. A request without query rows counts in no term.
 
     Raises:
-        TypeError, ValueError: no level, or head counts that do not divide.
+        TypeError, ValueError: no level, levels of different rows, lengths beyond a table, or head counts that do not
+            divide.
     """
-    if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+    check_at_least("num_kv_heads", num_kv_heads, 1)
+    check_at_least("num_q_heads", num_q_heads, 1)
+    num_q_heads, num_kv_heads = int(num_q_heads), int(num_kv_heads)
+    if num_q_heads % num_kv_heads:
         raise ValueError(
             f"num_q_heads: expected a positive multiple of num_kv_heads = {num_kv_heads}, given {num_q_heads}"
         )
     _check_levels(levels)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     parts, spans = [], []
-    for level in levels:
+    first = levels[0]
+    for i, level in enumerate(levels):
+        try:
+            _check_counts(level)
+            if level.cu_seqlens_q[-1] != first.cu_seqlens_q[-1]:
+                raise ValueError(
+                    f"cu_seqlens_q: expected the {int(first.cu_seqlens_q[-1])} rows of levels[0], "
+                    f"given {int(level.cu_seqlens_q[-1])}"
+                )
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
         shape, span = _shape(level), _slot_spans(level)
         spans.append(span)
         parts.append(
@@ -272,6 +292,36 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         _passes=tuple(shape for x in parts for shape in x._passes),
         **heads,
     )
+
+
+def check_at_least(name: str, n: int, low: int) -> None:
+    """Raise TypeError or ValueError naming the argument unless `n` is an integer >= low."""
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise TypeError(f"{name}: expected an integer, given {n!r}")
+    if n < low:
+        raise ValueError(f"{name}: expected a number >= {low}, given {n}")
+
+
+def _check_counts(level: Level) -> None:
+    """Refuse offsets that do not rise from 0, and lengths that the page table cannot hold."""
+    for name in ("cu_seqlens_q", "page_table", "cache_seqlens"):
+        runtime.check_is_tensor(name, getattr(level, name))
+    check_at_least("page_size", level.page_size, 1)
+    cu, keys, table = level.cu_seqlens_q.cpu(), level.cache_seqlens.cpu(), level.page_table
+    if cu.dim() != 1 or len(cu) == 0 or cu[0] != 0 or (cu.diff() < 0).any():
+        raise ValueError(f"cu_seqlens_q: expected offsets rising from 0, given {cu.tolist()}")
+    if table.dim() != 2 or keys.shape != (len(cu) - 1,) or len(table) != len(keys):
+        raise ValueError(
+            f"page_table, cache_seqlens: expected [R, max_pages] and [R] for R = {len(cu) - 1} requests, "
+            f"given shapes {tuple(table.shape)} and {tuple(keys.shape)}"
+        )
+    outside = (keys < 0) | (keys > table.shape[1] * level.page_size)
+    if outside.any():
+        r = int(outside.int().argmax())
+        raise ValueError(
+            f"cache_seqlens: expected 0 to {table.shape[1] * level.page_size} tokens ({table.shape[1]} pages of "
+            f"{level.page_size}), given {int(keys[r])} for request {r}"
+        )
 
 
 def _shape(level: Level) -> _Shape:

@@ -530,12 +530,55 @@ def test_bad_ledger_arguments_are_named():
     levels = branch_batch(1, 2, 4, 2).levels("cascade")
     with pytest.raises(ValueError, match="num_q_heads: expected a positive multiple of num_kv_heads = 2, given 3"):
         ledger(levels, num_q_heads=3, num_kv_heads=2)
-    with pytest.raises(ValueError, match="num_q_heads: expected a positive multiple of num_kv_heads = 0"):
+    with pytest.raises(ValueError, match="num_kv_heads: expected a number >= 1, given 0"):
         ledger(levels, num_kv_heads=0)
+    with pytest.raises(TypeError, match="num_q_heads: expected an integer, given 2.0"):
+        ledger(levels, num_q_heads=2.0)
     with pytest.raises(ValueError, match="levels: expected at least one Level, given none"):
         ledger([])
     with pytest.raises(ValueError, match="block_m: expected a number >= 1, given 0"):
         ledger(levels).tile_tokens(0)
+    with pytest.raises(TypeError, match="block_m: expected an integer, given 1.5"):
+        ledger(levels).tile_tokens(1.5)
+    with pytest.raises(ValueError, match="head_dim_v: expected a number >= 1, given -8"):
+        ledger(levels).kv_bytes(8, torch.float16, -8)
+    with pytest.raises(TypeError, match="dtype: expected a torch.dtype, given 'bf16'"):
+        ledger(levels).kv_bytes(8, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(cu_seqlens_q=int32([0, 7, 8])), ValueError, r"cu_seqlens_q: expected the 9 rows of levels\[0\], given 8"),
+        (dict(cu_seqlens_q=int32([1, 5, 9])), ValueError, r"cu_seqlens_q: .* given \[1, 5, 9\]"),
+        (dict(cu_seqlens_q=int32([0, 10, 9])), ValueError, r"cu_seqlens_q: .* given \[0, 10, 9\]"),
+        (dict(cu_seqlens_q=int32([0, 9])), ValueError, "page_table, cache_seqlens: .* for R = 1 requests"),
+        (
+            dict(cache_seqlens=int32([0, 17])),
+            ValueError,
+            "cache_seqlens: .* 0 to 16 tokens .* given 17 for",
+        ),
+        (dict(cache_seqlens=int32([-1, 4])), ValueError, "cache_seqlens: .* given -1 for request 0"),
+        (dict(cache_seqlens=[3, 4]), TypeError, "cache_seqlens: expected a tensor, given list"),
+        (dict(page_size=0), ValueError, "page_size: expected a number >= 1, given 0"),
+    ],
+)
+def test_levels_that_cannot_be_counted_are_named(changes, error, message):
+    first = Level(int32([0, 9]), int32([[0]]), int32([5]), 8)
+    second = Level(int32([0, 7, 9]), int32([[1, 2], [3, 4]]), int32([16, 0]), 8, name="own")
+    assert ledger([first, second]).kv_tokens == 21
+    with pytest.raises(error, match=rf"levels\[1\] 'own': {message}"):
+        ledger([first, replace(second, **changes)])
+
+
+def test_counts_beyond_64_bits_are_exact():
+    """64 requests of 2**24 rows over 2**30 keys: with 128 heads in a group, 2**67 tokens in tiles of one row."""
+    rows = torch.arange(65, dtype=torch.int32) * 2**24
+    level = Level(rows, torch.zeros(64, 2**12, dtype=torch.int32), torch.full((64,), 2**30, dtype=torch.int32), 2**18)
+    counts = ledger([level], num_q_heads=128)
+    assert counts.pairs == 2**60
+    assert counts.tile_tokens(1) == 2**67
+    assert counts.tile_tokens(2**31) == 64 * 2**30
 
 
 def broken(case: VerifyCase, which: int, **changes) -> list[Level]:
