@@ -1,9 +1,15 @@
 """What the kernels become on each target, read from the assembler's report and the disassembly; no GPU is needed."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from cascade_lab import runtime
+from cascade_lab.cli import main
 from cascade_lab.evidence import compiled
+
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Triton is not installed")
 
@@ -31,7 +37,7 @@ def test_every_row_of_the_table_is_compiled_for_every_target(found):
     seen = {(row["work"]["head_dim"], row["block_m"], row["work"]["mask"], row["target"]) for row in of_table(found)}
     expected = {(work.head_dim, work.rows, work.mask, target) for work in compiled.table_works() for target in PRODUCTS}
     assert seen == expected
-    assert len(seen) == 72 - 3 * 2 * 2
+    assert len(seen) == 3 * 2 * (4 + 4 + 3 + 2)
     assert all(row["compiles"] for row in found["amd"])
 
 
@@ -90,3 +96,22 @@ def test_interpreted_mode_is_refused():
     if runtime.triton_mode() == "interpreted":
         with pytest.raises(RuntimeError, match=runtime.SWITCH):
             compiled.inspect_attention(compiled.Work(64, 16), "sm_90")
+
+
+def test_the_command_prints_the_table_and_writes_the_record(tmp_path, capsys, monkeypatch):
+    recorded = json.loads((CHECKOUT / "figures" / "measured" / "compiled.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(compiled, "in_child", lambda expression: recorded)
+    assert main(["bench", "--compiled", "--output", str(tmp_path / "compiled.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    number = recorded["worked example"]["issue x loaded / compulsory"]
+    assert lines[-1] == f"issue x K tokens loaded / compulsory: {number:.4f}"
+    assert len(lines) == 1 + len(recorded["rows"]) + len(recorded["merges"]) + 2
+    assert json.loads((tmp_path / "compiled.json").read_text(encoding="utf-8")) == recorded
+
+
+def test_the_record_is_of_the_present_table(found):
+    recorded = json.loads((CHECKOUT / "figures" / "measured" / "compiled.json").read_text(encoding="utf-8"))
+    tiles = ("work", "target", "block_m", "block_n", "num_warps")
+    assert [[row[key] for key in tiles] for row in recorded["rows"]] == [
+        [row[key] for key in tiles] for row in found["rows"]
+    ]

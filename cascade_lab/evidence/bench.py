@@ -26,6 +26,7 @@ from cascade_lab.evidence.parameters import UsageError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_OUTPUT = Path("figures/measured/cpu.json")
+COMPILED_OUTPUT = Path("figures/measured/compiled.json")
 HOLDS, FAILS, NOT_MEASURED, NO_BOUND = "holds", "fails", "not measured here", "recorded"
 
 IMPORT_BOUND_S = 0.3
@@ -137,6 +138,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--smoke", action="store_true", help="run every section at tiny sizes, without a GPU too; times mean nothing"
     )
     kind.add_argument(
+        "--compiled",
+        action="store_true",
+        help="compile every kernel for four targets and count its instructions; needs no GPU, and no clock",
+    )
+    kind.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the figures of a recorded GPU run, measure nothing"
     )
     parser.add_argument(
@@ -169,6 +175,8 @@ def run(args: argparse.Namespace) -> int:
         for path in bench_figures.write(args.plot, args.output or Path("figures")):
             print(path.as_posix())
         return 0
+    if args.compiled:
+        return _run_compiled(args.output or COMPILED_OUTPUT)
     if not args.cpu:
         return _run_gpu(args)
     output = args.output or DEFAULT_OUTPUT
@@ -204,6 +212,21 @@ def _run_gpu(args: argparse.Namespace) -> int:
     if args.budget is not None:
         scale = replace(scale, budget_s=args.budget)
     return gpu_bench.run(scale, args.output, quick=args.quick, smoke=args.smoke, max_autotune=args.max_autotune)
+
+
+def _run_compiled(output: Path) -> int:
+    """Inspect the compiled kernels in a child process, for this one may interpret them; the last line sums them up."""
+    from cascade_lab import runtime
+    from cascade_lab.evidence import compiled
+
+    if runtime.triton_mode() == "absent":
+        print("bench: --compiled needs Triton, which is not installed", file=sys.stderr)
+        return 1
+    found = compiled.in_child("survey()")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(compiled.table(found))
+    return 0
 
 
 def report(

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def table_works() -> list[Work]:
         for rows in (16, 32, 64, 128)
         for mask in ("tree", "causal")
     ]
-    works += [Work(256, rows, mask) for rows in (16, 32) for mask in ("tree", "causal")]
+    works += [Work(256, rows, mask) for rows in (16, 32, 64) for mask in ("tree", "causal")]
     latent = dict(head_dim_v=512, latent=True, num_kv_heads=1)
     return works + [Work(576, rows, mask, **latent) for rows in (16, 32) for mask in ("tree", "causal")]
 
@@ -359,7 +360,7 @@ def survey(progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
 
     Returns:
         "rows" of the table and odd shapes on each target, "merges", "amd" (compiled for gfx942), the "worked example"
-        with the sum-up number, and "provenance".
+        with the sum-up number, and where they come from.
     """
     works, example = [*table_works(), *odd_works()], worked_example()
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
@@ -383,7 +384,8 @@ def survey(progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
         "issue": report.issue,
         "issue x loaded / compulsory": round(effective_issue(report, example), 4),
     }
-    return found | {"provenance": runtime.provenance()}
+    about = {"date": date.today().isoformat(), "source": "cascade-lab bench --compiled", "devices": [*NVIDIA_TARGETS]}
+    return about | found | {"provenance": runtime.provenance()}
 
 
 def table(found: dict[str, Any]) -> str:
