@@ -26,8 +26,8 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
         "every head its own kv head, long pages": {
             "seed": 2,
             "head_dim": 96,
-            "num_q_heads": 2,
-            "num_kv_heads": 2,
+            "num_q_heads": 3,
+            "num_kv_heads": 3,
             "page_size": 64,
             "prefix_lengths": [65, 1, 30],
             "draft_lengths": [1, 7, 2],
