@@ -1,6 +1,6 @@
-"""The `cascade-lab` command: run the notebooks, refresh and check the committed ones, show claims, measure.
+"""The `cascade-lab` command: run the notebooks, refresh and check them, show claims, measure, read traces.
 
-The notebook tools are imported where they are used, so that help, claims and bench work without them. Exit
+The notebook tools are imported where they are used, so that help, claims, bench and trace work without them. Exit
 status: 0 all well, 1 something failed, 2 wrong usage, 130 interrupted.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cascade_lab
-from cascade_lab.evidence import notebooks
+from cascade_lab.evidence import notebooks, trace_report
 from cascade_lab.evidence.claims import FAILS, print_table
 from cascade_lab.evidence.parameters import UsageError
 
@@ -23,6 +23,7 @@ examples:
   cascade-lab run --output ../results          from a checkout that cannot be written
   cascade-lab claims                           the table of the last run again
   cascade-lab check                            are the committed notebooks canonical and fresh?
+  cascade-lab trace requests.jsonl             what the prefix hits of a trace are worth
 
 exit status: 0 all well, 1 something failed, 2 wrong usage
 """
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cascade-lab",
-        description="Run, refresh and check the notebooks of cascade_lab, show their claims, and measure kernels.",
+        description="Run, refresh and check the notebooks of cascade_lab, show their claims, measure kernels, and read "
+        "request traces.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,6 +139,16 @@ def _parser() -> argparse.ArgumentParser:
     else:
         add_arguments(bench)
     bench.set_defaults(carry_out=_bench)
+
+    trace = commands.add_parser(
+        "trace",
+        help="what the prefix hits of a request trace are worth",
+        description="Read a trace of requests, replay a prefix cache over it, and print the hit ratios, the work that "
+        "is left, and the error of each formula that knows the trace by a mean alone.",
+        epilog="example: cascade-lab trace conversation_trace.jsonl --capacity 3000000 --json report.json",
+    )
+    trace_report.add_arguments(trace)
+    trace.set_defaults(carry_out=trace_report.run)
     return parser
 
 
