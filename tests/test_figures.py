@@ -42,19 +42,31 @@ def test_split_keys_draws_one_bar_of_the_right_height_per_key():
 
 
 def test_unshifted_weights_are_right_in_the_middle_and_lost_where_the_format_ends():
-    levels = [-110.0, -30.0, -8.0, 0.0, 8.0, 11.0, 11.5, 88.0, 89.0]
-    _, data = figures.overflow(levels)
+    levels = [-110.0, -30.0, -8.0, 0.0, 8.0, 11.0, 11.5, 88.0, 88.5, 89.0]
+    _, data, reach = figures.overflow(levels)
     right = 1 / (1 + math.exp(-1))
     assert data["shifted"] == pytest.approx([right] * len(levels), abs=1e-6)
     # float16 ends at 65504 = e^11.09, float32 at e^88.7; below, the last subnormal numbers are e^-17 and e^-103
-    assert [math.isfinite(w) for w in data["float16"]] == [False, False, True, True, True, True, False, False, False]
-    assert [math.isfinite(w) for w in data["float32"]] == [False, *[True] * 7, False]
+    assert [math.isfinite(w) for w in data["float16"]] == [False, False, *[True] * 4, *[False] * 4]
+    assert [math.isfinite(w) for w in data["float32"]] == [False, *[True] * 8, False]
     assert data["float16"][2:5] == pytest.approx([right] * 3, abs=1e-3)
     assert data["float32"][1:8] == pytest.approx([right] * 7, abs=1e-6)
+    # the sum e^c + e^(c - 1) ends 0.31 before e^c does, and a number over infinity is 0
+    assert data["float16"][5] == data["float32"][8] == 0
+    assert reach == {"float16": (-8.0, 8.0), "float32": (-30.0, 88.0)}
+
+
+def test_the_reach_of_a_format_leaves_out_weights_that_are_coarse():
+    levels = [c / 4 for c in range(-80, 60)]
+    _, data, reach = figures.overflow(levels, slack=0.05)
+    low, high = (levels.index(c) for c in reach["float16"])
+    off = [abs(w / right - 1) for w, right in zip(data["float16"], data["shifted"], strict=True)]
+    assert max(off[low : high + 1]) <= 0.05 < min(off[low - 1], off[high + 1])
+    assert math.isfinite(data["float16"][low - 1])
 
 
 def test_overflow_follows_the_gap():
-    _, data = figures.overflow([0.0, 1.0], gap=3.0)
+    _, data, _ = figures.overflow([0.0, 1.0], gap=3.0)
     assert data["shifted"] == pytest.approx([1 / (1 + math.exp(-3))] * 2, abs=1e-6)
 
 

@@ -147,41 +147,52 @@ def split_keys(weights: Sequence[float], values: Sequence[float], cut: int) -> t
     return fig, data
 
 
-def overflow(levels: Sequence[float], gap: float = 1.0) -> tuple[Figure, dict[str, list[float]]]:
+def overflow(
+    levels: Sequence[float], gap: float = 1.0, slack: float = 0.01
+) -> tuple[Figure, dict[str, list[float]], dict[str, tuple[float, float]]]:
     """Weight of state A in a merge of lse = (c, c - gap) over c: unshifted exponentials against a subtracted maximum.
+
+    Every exponential is rounded once to the format; sum and quotient are the format's own.
 
     Args:
         levels: values of c, rising.
         gap: lse_A - lse_B.
+        slack: relative error up to which a weight counts as right.
 
     Returns:
-        The figure, and per series the weight at each level (NaN where it is lost): "float16" and "float32" unshifted,
-        "shifted" in float32.
+        The figure; per series the weight at each level (NaN where it is lost): "float16" and "float32" unshifted,
+        "shifted" in float32; and per format that is right anywhere the first and last level of its longest right run.
     """
     lse = torch.tensor([[c, c - gap] for c in levels], dtype=torch.float64)
     data = {}
     for name, dtype in (("float16", torch.float16), ("float32", torch.float32)):
-        # the exponentials are what the format can hold; their quotient is taken without further rounding
-        e = lse.exp().to(dtype).double()
-        data[name] = (e[:, 0] / e.sum(1)).tolist()
+        a, b = lse.exp().to(dtype).unbind(1)
+        data[name] = (a / (a + b)).tolist()
     e = (lse - lse.amax(1, keepdim=True)).float().exp()
     data["shifted"] = (e[:, 0] / e.sum(1)).tolist()
+    reach = {}
+    for name in ("float16", "float32"):
+        close = [abs(w - right) <= slack * right for w, right in zip(data[name], data["shifted"], strict=True)]
+        if any(close):
+            first, count = max(_runs([i for i, right in enumerate(close) if right]), key=lambda run: run[1])
+            reach[name] = levels[first], levels[first + count - 1]
     with style():
         fig, ax = _figure()
         ax.plot(levels, data["shifted"], color=BLACK, linestyle=":", linewidth=1.2)
         for name, y in (("float32", 0.36), ("float16", 0.18)):
             look = SERIES[name] | {"marker": ""}
             ax.plot(levels, data[name], **look)
-            alive = [c for c, x in zip(levels, data[name], strict=True) if math.isfinite(x)]
-            if alive:
-                ax.annotate("", (alive[0], y), (alive[-1], y), arrowprops={"arrowstyle": "|-|", "color": look["color"]})
-                text = f"{name} unshifted gives a number for c from {alive[0]:g} to {alive[-1]:g}"
-                ax.text(0, y + 0.055, text, color=look["color"], ha="center")
+            if name in reach:
+                low, high = reach[name]
+                ax.annotate("", (low, y), (high, y), arrowprops={"arrowstyle": "|-|", "color": look["color"]})
+                text = f"{name} unshifted is right within {slack:.0%} for c from {low:g} to {high:g}"
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+                ax.text(0, y + 0.055, text, color=look["color"], ha="center", bbox=box)
         ax.text(levels[-1], data["shifted"][-1] + 0.02, "maximum subtracted", color=BLACK, ha="right")
-        ax.set_ylim(0.1, 1.05)
+        ax.set_ylim(-0.05, 1.05)
         ax.set_xlabel("c, the lse of A (natural log)")
         ax.set_ylabel("weight of A in the merge")
-    return fig, data
+    return fig, data, reach
 
 
 def rounding(
@@ -378,13 +389,13 @@ def program_reads(
 
 
 def read_ratio(
-    prefix_lens: Sequence[int], topks: Sequence[int], steps: int, *, topk: int, other_steps: Sequence[int]
+    prefix_lens: Sequence[int], topks: Sequence[float], steps: int, *, topk: int, other_steps: Sequence[int]
 ) -> tuple[Figure, dict[str, list]]:
     """The ratio topk (L + S) / (L + topk S) of reads, naive over cascade, as a surface and as cuts through it.
 
     Args:
         prefix_lens: L, rising, at least 1.
-        topks: of the surface, rising from 1 and dense enough to draw.
+        topks: of the surface, rising from 1 and dense enough to draw; fractions lie between the branch counts.
         steps: S of the surface.
         topk: of the cuts.
         other_steps: S of each of three cuts.
@@ -796,7 +807,8 @@ def region_laws(
         for y, text in ((1 - hit_ratio**2, "$1 - h^2$"), (1 - hit_ratio, "$1 - h$")):
             left.axhline(y, color=GREY, linewidth=0.8, linestyle=":")
             left.text(lengths[-1], y + 0.004, text, color=GREY, ha="right")
-        ticks = lengths[:: max(1, len(lengths) // 4)]
+        ticks = [n for n in lengths if n & (n - 1) == 0] or lengths
+        ticks = ticks[:: max(1, len(ticks) // 4)]
         left.set_xticks(ticks, [_tokens(x) for x in ticks])
         left.minorticks_off()
         left.set_xlabel("prompt tokens N")
@@ -890,7 +902,7 @@ def _tokens(n: int) -> str:
     return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}K" if n % 2**10 == 0 else str(n)
 
 
-def _read_ratio(prefix_len: int, topk: int, steps: int) -> float:
+def _read_ratio(prefix_len: int, topk: float, steps: int) -> float:
     return topk * (prefix_len + steps) / (prefix_len + topk * steps)
 
 
