@@ -518,16 +518,20 @@ class VerifyBatch:
         """Every row as a request of its own, prefix and path, in pages of one token."""
         lens = self._prefix[self._request] + self._path_lens
         table = np.empty((self.num_rows, int(lens.max()) if len(lens) else 0), np.int32)
+        # in int32 and whole pages: this table is by far the largest thing that a plan builds
+        first, offset = (self._table * self.page_size).astype(np.int32), np.arange(self.page_size, dtype=np.int32)
+        paths = self._path_slots.astype(np.int32)
         end = 0
-        for r, (length, count) in enumerate(zip(self._prefix, self._row_counts, strict=True)):
+        for r, (length, count) in enumerate(zip(self.prefix_lens, self.row_counts, strict=True)):
             if count == 0:
                 continue
             rows = slice(end, end := end + count)
-            table[rows, :length] = self._slots(np.asarray(r), np.arange(length))
+            whole = (first[r, : -(-length // self.page_size), None] + offset).reshape(-1)
+            table[rows, :length] = whole[:length]
             behind = table[rows, length:]
-            behind[:] = -1
-            width = min(behind.shape[1], self._path_slots.shape[1])
-            behind[:, :width] = self._path_slots[rows, :width]
+            width = min(behind.shape[1], paths.shape[1])
+            behind[:, :width] = paths[rows, :width]
+            behind[:, width:] = -1
         return Level(
             cu_seqlens_q=self._offsets(np.ones(self.num_rows, np.int64)),
             page_table=self._to_tensor(table),
