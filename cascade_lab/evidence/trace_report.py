@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,7 +239,7 @@ def draw(summary: TraceSummary, histogram: HitHistogram) -> tuple[Figure, dict[s
         for name, mean, colour, line in zip(WEIGHTS, means, (BLUE, GREEN, VERMILLION), ("-", "--", "-."), strict=True):
             left.stairs(shares[name], edges, color=colour, linestyle=line, linewidth=1.6, label=f"by {name}")
             left.axvline(mean, color=colour, linestyle=line, linewidth=0.9)
-        left.set_title("Hit ratios, and the mean of each weighting (root mean square by pairs)")
+        left.set_title("Hit ratios and their mean (root mean square by pairs)")
         left.set_xlabel("hit ratio h of a request")
         left.set_ylabel("share")
         left.set_xlim(0, 1)
@@ -251,11 +251,11 @@ def draw(summary: TraceSummary, histogram: HitHistogram) -> tuple[Figure, dict[s
         for y, width in enumerate(widths):
             end = width + math.copysign(0.02 * reach, width)
             right.text(end, y, f"{width:+.1f}%", va="center", ha="left" if width >= 0 else "right", fontsize=8)
-        right.set_xlim(min(0, *widths) - 0.25 * reach, max(0, *widths) + 0.25 * reach)
+        right.set_xlim(min(0, *widths) - 0.35 * reach, max(0, *widths) + 0.35 * reach)
         right.axvline(0, color=BLACK, linewidth=0.8)
         right.set_yticks(range(len(names)), names, fontsize=8)
         title = "" if summary.model is None else f", {summary.model.name}"
-        right.set_title(f"Error of each formula against the sum over requests{title}")
+        right.set_title(f"Error of each formula{title}")
         right.set_xlabel("relative error in percent")
     return fig, {"shares": shares, "errors": errors}
 
@@ -304,21 +304,27 @@ def write(folder: Path, path: Path) -> None:
 
 def _entry(pairs: list[tuple[int, int]]) -> dict[str, object]:
     histogram = HitHistogram()
-    summary = to_json(summarize(histogram.watch(pairs)))
+    plain = summarize(histogram.watch(pairs))
+    summary = to_json(plain)
     lengths = sorted(n for n, _ in pairs)
     places = {"1%": 0.01, "25%": 0.25, "50%": 0.5, "75%": 0.75, "99%": 0.99, "100%": 1.0}
     return {
         "lengths": {name: lengths[round(p * (len(lengths) - 1))] for name, p in places.items()},
         **{name: _rounded(summary[name]) for name in summary if name not in ("model", "errors")},
-        "errors": {name: _errors(pairs, model) for name, model in MODELS.items()},
+        "errors": _errors(plain.errors),
+        "models": {name: _for_model(pairs, model) for name, model in MODELS.items()},
         "histogram": {"bins": BINS, "requests": histogram.requests, "tokens": histogram.tokens},
     }
 
 
-def _errors(pairs: list[tuple[int, int]], model: ModelShape) -> dict[str, float]:
+def _for_model(pairs: list[tuple[int, int]], model: ModelShape) -> dict[str, object]:
     summary = summarize(pairs, model=model)
-    rounded = {name: round(error, 6) for name, error in summary.errors.items()}
-    return {"model_remaining": _rounded(float(summary.model_remaining or 0))} | rounded
+    whole = {name: error for name, error in summary.errors.items() if not name.startswith("attention")}
+    return {"model_remaining": _rounded(float(summary.model_remaining or 0)), "errors": _errors(whole)}
+
+
+def _errors(errors: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(error, 6) for name, error in errors.items()}
 
 
 def _rounded(value: object) -> object:
