@@ -571,6 +571,16 @@ def test_levels_that_cannot_be_counted_are_named(changes, error, message):
         ledger([first, replace(second, **changes)])
 
 
+def test_distinct_slots_of_levels_inside_each_other():
+    """Page 1 of 8 tokens whole, then single tokens inside it and one outside: 8 + 1 slots."""
+    whole = Level(int32([0, 2]), int32([[1]]), int32([8]), 8)
+    single = Level(int32([0, 1, 2]), int32([[10, 13], [9, 3]]), int32([2, 2]), 1)
+    counts = ledger([whole, single])
+    assert (counts.kv_tokens, counts.kv_tokens_unique) == (12, 9)
+    assert [level.kv_tokens_unique for level in counts.levels] == [8, 4]
+    assert ledger([single, whole]).kv_tokens_unique == 9
+
+
 def test_counts_beyond_64_bits_are_exact():
     """64 requests of 2**24 rows over 2**30 keys: with 128 heads in a group, 2**67 tokens in tiles of one row."""
     rows = torch.arange(65, dtype=torch.int32) * 2**24
