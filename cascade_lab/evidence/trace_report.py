@@ -223,7 +223,7 @@ def draw(summary: TraceSummary, histogram: HitHistogram) -> tuple[Figure, dict[s
     Returns:
         The figure, and "shares" (weight to its 20 shares) and "errors" as drawn, in percent.
     """
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, VERMILLION, style
 
@@ -233,7 +233,8 @@ def draw(summary: TraceSummary, histogram: HitHistogram) -> tuple[Figure, dict[s
         shares[name] = [count / sum(counts) for count in counts]
     errors = {name: 100 * error for name, error in summary.errors.items() if math.isfinite(error)}
     with style():
-        fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), gridspec_kw={"width_ratios": (1, 1.1)})
+        fig = Figure(figsize=(11, 4.4))
+        left, right = fig.subplots(1, 2, width_ratios=(1, 1.1))
         edges = [i / BINS for i in range(BINS + 1)]
         means = (summary.request_hit, summary.token_hit, summary.rms_hit)
         for name, mean, colour, line in zip(WEIGHTS, means, (BLUE, GREEN, VERMILLION), ("-", "--", "-."), strict=True):
@@ -262,9 +263,6 @@ def draw(summary: TraceSummary, histogram: HitHistogram) -> tuple[Figure, dict[s
 
 def write_figure(summary: TraceSummary, histogram: HitHistogram, path: Path) -> None:
     """Draw into `path`, the same bytes for the same numbers."""
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
     from cascade_lab.evidence.figures import style
 
     fig, _ = draw(summary, histogram)
@@ -273,9 +271,6 @@ def write_figure(summary: TraceSummary, histogram: HitHistogram, path: Path) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     with style():
         fig.savefig(path, format=kind, metadata=stamps)
-    import matplotlib.pyplot as plt
-
-    plt.close(fig)
 
 
 def recorded(folder: Path) -> dict[str, object]:
@@ -381,18 +376,15 @@ class _Progress:
             print(f"\rreading [{bar:<40}] {percent:3d}%", end="", file=sys.stderr, flush=True)
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise ValueError(text)
-    return count
+def _count(text: str, low: int = 0) -> int:
+    digits = text.replace("_", "")
+    if not (digits.isascii() and digits.isdecimal()) or int(digits) < low:
+        raise argparse.ArgumentTypeError(f"expected a whole number of tokens from {low}, given {text!r}")
+    return int(digits)
 
 
 def _positive(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count
+    return _count(text, 1)
 
 
 if __name__ == "__main__":
