@@ -187,7 +187,7 @@ def overflow(
                 ax.annotate("", (low, y), (high, y), arrowprops={"arrowstyle": "|-|", "color": look["color"]})
                 text = f"{name} unshifted is right within {slack:.0%} for c from {low:g} to {high:g}"
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-                ax.text(0, y + 0.055, text, color=look["color"], ha="center", fontsize=9, bbox=box)
+                ax.text(0, y + 0.055, text, color=look["color"], ha="center", fontsize=8, bbox=box)
         ax.text(levels[-1], data["shifted"][-1] + 0.02, "maximum subtracted", color=BLACK, ha="right")
         ax.set_ylim(-0.05, 1.05)
         ax.set_xlabel("c, the lse of A (natural log)")
