@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice
-from operator import index
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -31,6 +31,7 @@ MAX_TOKENS = 10**9
 MAX_LINE = 1 << 26
 OnError = Literal["raise", "skip"]
 
+_mooncake_fields = itemgetter("timestamp", "input_length", "output_length", "hash_ids")
 # ids that a map of one byte each may span, beyond which they go into a set of about 50 bytes each
 _SPARE, _BYTES_PER_ID = 1 << 20, 8
 
@@ -121,17 +122,18 @@ def read_mooncake(
 
     def parse(line: bytes) -> Request:
         record = _json_object(line)
-        timestamp = _field(record, "timestamp")
+        try:
+            timestamp, length, output, ids = _mooncake_fields(record)
+        except KeyError as missing:
+            raise _Fault(missing.args[0], "missing") from None
         if type(timestamp) not in (int, float) or not -1e18 < timestamp < 1e18:
             raise _Fault("timestamp", f"expected a finite number of milliseconds, given {_short(timestamp)}")
-        n = _tokens("input_length", _field(record, "input_length"), 1)
-        output = _tokens("output_length", _field(record, "output_length"), 0)
-        ids = _field(record, "hash_ids")
+        n = _tokens("input_length", length, 1)
         if type(ids) is not list or not set(map(type, ids)) <= {int}:
             raise _Fault("hash_ids", f"expected a list of integers, given {_short(ids)}")
         if fault := _unfit(ids, n, block_size):
             raise _Fault("hash_ids", fault)
-        return Request(float(timestamp), n, output, tuple(ids), None)
+        return Request(float(timestamp), n, _tokens("output_length", output, 0), tuple(ids), None)
 
     return _read(Path(path), parse, on_error, skipped, progress)
 
@@ -590,12 +592,6 @@ def _json_object(line: bytes) -> dict:
     return record
 
 
-def _field(record: dict, name: str) -> object:
-    if name not in record:
-        raise _Fault(name, "missing")
-    return record[name]
-
-
 def _number(text: str) -> object:
     """The integer that a CSV field spells in plain digits, else the text itself."""
     digits = text.strip()
@@ -646,7 +642,8 @@ class _Unlimited:
                 return k
         return len(ids)
 
-    def insert(self, ids: Sequence[int]) -> None:
+    def insert(self, ids: Sequence[int], found: int) -> None:
+        ids = ids[found:]
         if not ids:
             return
         self._count += len(ids)
@@ -673,15 +670,15 @@ class _LeastRecentlyUsed:
                 return k
         return len(ids)
 
-    def insert(self, ids: Sequence[int]) -> None:
-        order = self._order
+    def insert(self, ids: Sequence[int], found: int) -> None:
+        order, move_to_end, pop = self._order, self._order.move_to_end, self._order.popitem
         for i in reversed(ids):
             if i in order:
-                order.move_to_end(i)
+                move_to_end(i)
             else:
                 order[i] = None
-        while len(order) > self._blocks:
-            order.popitem(last=False)
+        for _ in range(len(order) - self._blocks):
+            pop(False)
 
 
 def _replay(requests: Iterable[Request], block_size: int, capacity_tokens: int | None) -> Iterator[tuple[int, int]]:
@@ -695,8 +692,7 @@ def _replay(requests: Iterable[Request], block_size: int, capacity_tokens: int |
                 raise ValueError(f"requests[{number}]: block_ids: {fault}")
             found = cache.leading(ids)
             hit = found * block_size
-            # what was found is only used again, which matters to a cache that forgets
-            cache.insert(ids[found:] if capacity_tokens is None else ids)
+            cache.insert(ids, found)
         yield n, min(hit, n - 1)
 
 
