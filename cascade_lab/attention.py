@@ -10,7 +10,7 @@ arguments and picks a backend; the loops are in `backends`, and merging passes i
 
 from __future__ import annotations
 
-import math
+import numbers
 
 import torch
 
@@ -21,6 +21,8 @@ from cascade_lab.states import State
 INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}
 INPUT_DTYPES["torch"] = (*INPUT_DTYPES["triton"], torch.float64)
 MAX_SPLITS = 1024
+NO_LIMIT = 1 << 30
+FLOAT32 = torch.finfo(torch.float32)
 
 
 def attention(
@@ -54,7 +56,7 @@ def attention(
         cache_seqlens: `[R]` int32, tokens read per request, newly written ones included.
         cu_seqlens_q: `[R + 1]` int32 row offsets from 0 to T; None means one row per request (T = R).
         max_seqlen_q: at least the largest number of rows of a request; computed when absent (T while compiling).
-        softmax_scale: factor on the scores, any finite number; None means D ** -0.5.
+        softmax_scale: factor on the scores, 0 or a number that float32 holds as normal; None means D ** -0.5.
         causal: row i sees keys up to its own position (window right = 0).
         tree_mask: `[T, words]` int64. Bit b (word b // 64, bit b % 64) of a row lets it see key b of the tail, the last
             tail_seqlens[r] keys; all earlier keys are visible. Not together with causal or window_size.
@@ -158,7 +160,7 @@ def check_pass(
     num_requests = _check_index("page_table", page_table, 2, q).shape[0]
     _check_index("cache_seqlens", cache_seqlens, 1, q, num_requests, "[R]")
     if max_seqlen_q is not None:
-        max_seqlen_q = _check_int("max_seqlen_q", max_seqlen_q, 0)
+        max_seqlen_q = min(_check_int("max_seqlen_q", max_seqlen_q, 0), max(1, T))
     if cu_seqlens_q is None:
         if num_requests != T:
             raise ValueError(
@@ -204,6 +206,8 @@ def check_heads(q, k_cache, v_cache, backend: str) -> None:
             raise TypeError(f"{name}: expected dtype {q.dtype} as q, given {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} as q, given {x.device}")
+        if x.is_meta:
+            raise ValueError(f"{name}: expected a tensor with data, given device {x.device}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"{name}: expected unit stride in the last dim, given strides {x.stride()}")
     _, H_q, D = q.shape
@@ -246,10 +250,10 @@ def _check_int(name: str, x, low: int, high: int | None = None) -> int:
 
 
 def _check_float(name: str, x) -> float:
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name}: expected a number, given {type(x).__name__} {x!r}")
-    if not -math.inf < x < math.inf:
-        raise ValueError(f"{name}: expected a finite number, given {x}")
+    if not (x == 0 or FLOAT32.tiny <= abs(x) <= FLOAT32.max):
+        raise ValueError(f"{name}: expected a finite number in float32's normal range, given {x}")
     return float(x)
 
 
@@ -258,7 +262,8 @@ def _check_window(window_size, causal) -> tuple[int, int]:
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected a bool, given {type(causal).__name__} {causal!r}")
     left, right = _pair(window_size)
-    left, right = _check_int("window_size", left, -1), _check_int("window_size", right, -1)
+    # More than any request holds, and int32 positions stay in range when it is added to them.
+    left, right = (min(_check_int("window_size", x, -1), NO_LIMIT) for x in (left, right))
     return left, 0 if causal else right
 
 

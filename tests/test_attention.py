@@ -200,6 +200,16 @@ def test_minus_one_is_no_window(backend, device):
     assert seen(backend, 3, 8, device, window_size=(-1, 0)) == seen(backend, 3, 8, device, causal=True)
 
 
+@pytest.mark.parametrize("wide", [2**30, 2**31 - 1, 2**31, 2**62])
+def test_a_window_wider_than_int32_positions_is_no_limit(backend, device, loads, wide):
+    """A position plus the window must not wrap around."""
+    case = attention_case([9, 4], [40, 13], device=device)
+    for window in ((wide, wide), (0, wide), (wide, 0)):
+        limits = tuple(-1 if x == wide else x for x in window)
+        expected = case.with_options(window_size=limits).reference()
+        assert_state_close(run(case, backend, loads, window_size=window), expected)
+
+
 def test_node_sees_ancestors_and_itself(backend, device):
     """K25: 1 and 2 under 0, 3 under 1, 4 under 2: node 3 sees {0,1,3} and node 4 sees {0,2,4}."""
     mask = tree_mask([[-1, 0, 0, 1, 2]], device)
@@ -287,7 +297,7 @@ def test_one_row_per_request_needs_no_offsets(backend, device, loads):
     assert torch.equal(state.lse, expected.lse)
 
 
-@pytest.mark.parametrize("max_seqlen_q", [6, 7, 500])
+@pytest.mark.parametrize("max_seqlen_q", [6, 7, 500, 2**40])
 def test_a_generous_max_seqlen_q_changes_nothing(backend, device, loads, max_seqlen_q):
     case = attention_case(ROWS, LENGTHS, device=device, causal=True)
     check(case, backend, loads, max_seqlen_q=max_seqlen_q)
@@ -664,6 +674,9 @@ BAD = [
     (change(max_seqlen_q=-1), ValueError, ["max_seqlen_q", "-1"]),
     (change(max_seqlen_q=3.0), TypeError, ["max_seqlen_q", "integer", "3.0"]),
     (change(softmax_scale=NAN), ValueError, ["softmax_scale", "finite", "nan"]),
+    (change(softmax_scale=1e300), ValueError, ["softmax_scale", "float32", "1e+300"]),
+    (change(softmax_scale=-(10**400)), ValueError, ["softmax_scale", "float32", "-1000"]),
+    (change(softcap=1e-300), ValueError, ["softcap", "float32", "1e-300"]),
     (change(softmax_scale="0.1"), TypeError, ["softmax_scale", "number", "0.1"]),
     (change(softcap=-1.0), ValueError, ["softcap", "-1.0"]),
     (change(softcap=INF), ValueError, ["softcap", "finite", "inf"]),
@@ -731,6 +744,12 @@ def test_a_mask_too_narrow_for_its_tail_is_refused(backend, device):
     case = attention_case([70, 2], [80, 9], device=device)
     with pytest.raises(ValueError, match=r"tail_seqlens.*64.*70"):
         run(case.with_options(tree_mask=torch.zeros(72, 1, dtype=torch.int64, device=device)), backend)
+
+
+def test_tensors_without_data_are_refused(backend):
+    case = attention_case([3, 2], [5, 11])
+    with pytest.raises(ValueError, match=r"q: .*data.*meta"):
+        attention(**{name: x.to("meta") for name, x in case.tensors.items()}, backend=backend)
 
 
 def test_triton_refuses_float64():
