@@ -312,6 +312,7 @@ def _check_tensor(name: str, x, layout: tuple[str, ...]) -> None:
 
 
 def _check_lse_dtype(name: str, lse: torch.Tensor) -> None:
+    runtime.check_is_tensor(name, lse)
     if lse.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name}: expected float32 (or float64 on the torch backend), given {lse.dtype}")
 

@@ -234,6 +234,13 @@ def test_half_precision_lse_is_refused(backend, device, name, dtype):
             convert(lse.to(dtype))
 
 
+@pytest.mark.parametrize("given", [1.0, [1.0], None])
+@pytest.mark.parametrize("convert", [lse_from_base2, lse_to_base2])
+def test_base_conversions_refuse_what_is_no_tensor(convert, given):
+    with pytest.raises(TypeError, match=f"lse: expected a tensor, given {type(given).__name__}"):
+        convert(given)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3, 8, 133])
 def test_any_cut_of_the_keys_gives_one_state(backend, device, splits):
     """K17: 3 keys in 1, 2, 3, 8 or 133 parts, most of them empty, merge to the same o and lse."""
