@@ -35,6 +35,7 @@ clean:
 # Another interpreter or place makes a new environment, other declarations update it, the same state costs no pip call.
 venv:
 	@set -e; \
+	case "$$PWD" in *"{"*"}"*) echo "setuptools cannot install from a path with braces: $$PWD" >&2; exit 1;; esac; \
 	python_state=$$($(PYTHON) -c 'import os, sys; print(sys.version.split()[0], sys.base_prefix, os.getcwd())'); \
 	package_state=$$(cat pyproject.toml constraints.txt | cksum); \
 	state=$$(printf '%s\n%s' "$$python_state" "$$package_state"); \

@@ -33,7 +33,7 @@ def make(tmp_path):
     def call(*targets, **environment):
         calls.write_text("")
         variables = os.environ | {"CALLS": str(calls), "MAKEFLAGS": ""} | environment
-        command = ["make", "-C", str(place), *targets, f"PYTHON={python}"]
+        command = ["make", "-C", str(call.place), *targets, f"PYTHON={python}"]
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         return done.returncode, calls.read_text().splitlines()
 
@@ -84,3 +84,10 @@ def test_make_test_runs_every_check_in_order_and_stops_at_the_first_failure(make
     status, calls = make("test")
     assert status != 0
     assert [call[:13] for call in calls] == ["-m ruff check"]
+
+
+def test_a_path_that_setuptools_cannot_use_is_named_before_anything_is_made(make):
+    make.place = make.place.rename(make.place.with_name("a {checkout}"))
+    done = make("run")
+    assert done == (2, [])
+    assert not (make.place / ".venv").exists()
