@@ -203,7 +203,6 @@ def _output(options: argparse.Namespace, folder: Path | None) -> Path:
 
 
 def _seconds(text: str) -> int:
-    seconds = int(text)
-    if seconds < 1:
-        raise ValueError(text)
-    return seconds
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected whole seconds from 1, given {text!r}")
+    return int(text)
