@@ -103,6 +103,24 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
             "page_size": 64,
         },
     },
+    "05_hit_ratio_on_traces": {
+        "agentic traffic, a mixture of experts, other caches": {
+            "seed": 1,
+            "requests": 600,
+            "traffic": "agentic",
+            "model": "Qwen3-30B-A3B",
+            "capacities": [50_000, 500_000, 5_000_000],
+        },
+        "a short trace with an id per whole block of 64": {
+            "seed": 2,
+            "requests": 500,
+            "trace": "../tests/data/turns.jsonl",
+            "block_size": 64,
+            "model": "Llama-3.1-405B",
+            "capacities": [512, 2048, 16384],
+        },
+        "a trace of given hits": {"requests": 700, "trace": "../tests/data/hits.csv"},
+    },
 }
 RUNS = [(name, label) for name, sets in PARAMETER_SETS.items() for label in sets]
 
