@@ -218,7 +218,7 @@ def replay(
             block first, so that what stays is a prefix.
 
     Memory without a limit is one to eight bytes per id where ids are numbered densely, as in the published traces, and
-    about 80 bytes per id where they are hashes; with a limit about 170 bytes per block of the capacity.
+    about 80 bytes per id where they are hashes; with a limit about 120 bytes per block of the capacity.
 
     Raises:
         ValueError: a size that is no integer in range; while reading, a request with neither ids nor hit, or whose ids
