@@ -200,6 +200,12 @@ def test_minus_one_is_no_window(backend, device):
     assert seen(backend, 3, 8, device, window_size=(-1, 0)) == seen(backend, 3, 8, device, causal=True)
 
 
+@pytest.mark.parametrize("window", [(50, -1), (-1, 40), (50, 40)])
+def test_rows_of_a_tile_enter_and_leave_the_window_at_their_own_keys(backend, device, loads, window):
+    """Windows of several key tiles: a tile inside the first row's window is not yet inside the last row's."""
+    check(attention_case([40, 5], [300, 37], heads=(1, 1), dim=16, device=device, window_size=window), backend, loads)
+
+
 @pytest.mark.parametrize("wide", [2**30, 2**31 - 1, 2**31, 2**62])
 def test_a_window_wider_than_int32_positions_is_no_limit(backend, device, loads, wide):
     """A position plus the window must not wrap around."""
