@@ -487,7 +487,8 @@ def _contents(case: Case, hit: int) -> Finding:
         return Finding("interaction bucket only", True, f"{len(case.kinds)} buckets, none mixed", 0.0)
     # the mixed bucket's factor lies between 1 - h and 1 - h^2
     gap = float(linear_remaining(case.n, hit) - remaining(case.n, hit))
-    detail = f"{', '.join(mixed)} mix work that falls as 1 - h with work that falls as 1 - h^2"
+    verb = "mixes" if len(mixed) == 1 else "mix"
+    detail = f"{', '.join(mixed)} {verb} work that falls as 1 - h with work that falls as 1 - h^2"
     return Finding("interaction bucket only", False, detail, gap)
 
 

@@ -12,7 +12,7 @@ import cascade_lab
 from cascade_lab import cli
 
 CHECKOUT = Path(cascade_lab.__file__).resolve().parents[1]
-COMMANDS = ("run", "refresh", "check", "claims", "bench")
+COMMANDS = ("run", "refresh", "check", "claims", "bench", "trace")
 NOTEBOOK = {
     "cells": [
         {
