@@ -15,7 +15,7 @@ import numbers
 import torch
 
 from cascade_lab import ops, paging, runtime
-from cascade_lab.ops import Pass
+from cascade_lab.backends import Pass
 from cascade_lab.states import State
 
 INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}

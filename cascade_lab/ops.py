@@ -12,33 +12,18 @@ holds pass by pass, with one o and one lse. Nothing here checks arguments: `atte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cascade_lab import runtime
+from cascade_lab.backends import Pass
 from cascade_lab.backends import torch as torch_backend
 from cascade_lab.states import merge_states
 
 NO_TRITON_GRADIENT = (
     "attention has no gradient on backend='triton'; use backend='torch', torch.no_grad(), or detached inputs"
 )
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One pass with its arguments checked and filled in: what a backend runs. Causal is window right = 0."""
-
-    k_cache: Tensor
-    v_cache: Tensor
-    page_table: Tensor
-    cache_seqlens: Tensor
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    window_size: tuple[int, int]
-    tree_mask: Tensor | None
-    tail_seqlens: Tensor | None
 
 
 def run_passes(

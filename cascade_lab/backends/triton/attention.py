@@ -13,18 +13,15 @@ in powers of two; at the end o = acc / l and lse = ln 2 (m + log2 l).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from cascade_lab import runtime
+from cascade_lab.backends import Pass
 from cascade_lab.backends.triton.config import Tile, device_target, head_blocks, splits_for, tile_for
 from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
-
-if TYPE_CHECKING:
-    from cascade_lab.attention import Pass
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
