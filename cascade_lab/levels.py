@@ -19,6 +19,9 @@ from cascade_lab import paging, runtime
 from cascade_lab.attention import check_heads, check_pass, run_passes
 from cascade_lab.states import State
 
+# page-table entries that the ledger looks at together
+SPAN_BLOCK = 1 << 22
+
 
 @dataclass(frozen=True)
 class Level:
@@ -275,7 +278,7 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
             Ledger(
                 kv_tokens=int(shape.keys.sum()),
                 kv_tokens_paged=int(paging.pages_needed(shape.keys, level.page_size).sum()) * level.page_size,
-                kv_tokens_unique=_union_size(*span),
+                kv_tokens_unique=_size(*span),
                 pairs=_pairs(level, shape),
                 name=level.name,
                 _passes=(shape,),
@@ -286,7 +289,7 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
     return Ledger(
         kv_tokens=sum(x.kv_tokens for x in parts),
         kv_tokens_paged=sum(x.kv_tokens_paged for x in parts),
-        kv_tokens_unique=_union_size(starts, ends),
+        kv_tokens_unique=_size(*_united(starts, ends)),
         pairs=sum(x.pairs for x in parts),
         levels=tuple(parts),
         _passes=tuple(shape for x in parts for shape in x._passes),
@@ -347,21 +350,35 @@ def _pairs(level: Level, shape: _Shape) -> int:
 
 
 def _slot_spans(level: Level) -> tuple[np.ndarray, np.ndarray]:
-    """Slots [start, end) of each page that a request with rows reads."""
-    active = np.diff(level.cu_seqlens_q.cpu().numpy()) > 0
-    keys = level.cache_seqlens.cpu().numpy().astype(np.int64)[active]
-    table = level.page_table.cpu().numpy()[active]
-    before = np.arange(table.shape[1], dtype=np.int64) * level.page_size
-    used = before < keys[:, None]
-    start = table[used].astype(np.int64) * level.page_size
-    return start, start + np.minimum(keys[:, None] - before, level.page_size)[used]
+    """Slots [start, end) that requests with rows read, as disjoint rising spans.
+
+    A naive plan's table repeats every prefix in every row, so rows are taken in blocks and united at once.
+    """
+    active = np.flatnonzero(np.diff(level.cu_seqlens_q.cpu().numpy()))
+    keys = level.cache_seqlens.cpu().numpy().astype(np.int64)
+    table, page_size = level.page_table.cpu().numpy(), level.page_size
+    column = np.arange(table.shape[1], dtype=np.int64)
+    spans = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    step = max(1, SPAN_BLOCK // max(1, table.shape[1]))
+    for at in range(0, len(active), step):
+        rows = active[at : at + step]
+        left = keys[rows, None] - column * page_size
+        used = left > 0
+        start = table[rows][used].astype(np.int64) * page_size
+        end = start + np.minimum(left[used], page_size)
+        spans = _united(np.concatenate((spans[0], start)), np.concatenate((spans[1], end)))
+    return spans
 
 
-def _union_size(start: np.ndarray, end: np.ndarray) -> int:
-    """Number of integers in the union of the intervals [start, end)."""
+def _united(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The union of the intervals [start, end) as disjoint rising intervals."""
     if len(start) == 0:
-        return 0
+        return start, end
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(end[order])
-    fresh = np.maximum(start, np.concatenate(([start[0]], reach[:-1])))
-    return int(np.maximum(reach - fresh, 0).sum())
+    apart = np.flatnonzero(start[1:] > reach[:-1])
+    return start[np.concatenate(([0], apart + 1))], reach[np.concatenate((apart, [len(reach) - 1]))]
+
+
+def _size(start: np.ndarray, end: np.ndarray) -> int:
+    return int((end - start).sum())

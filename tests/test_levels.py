@@ -681,3 +681,15 @@ def test_engine_sized_batches_count_as_the_closed_forms_say(plan):
     paths = 8 * 8 * 36
     expected = {"naive": 8 * 64 * 1024 + paths, "cascade": 8 * 1024 + paths, "fused": 8 * (1024 + 64)}[plan]
     assert book.kv_tokens == expected
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_distinct_slots_do_not_depend_on_how_many_rows_are_looked_at_together(plan, monkeypatch):
+    """The table of a naive plan is united block by block; a block of one row, of a few, and of all agree."""
+    batch = VerifyBatch([37, 0, 20], [DraftTree.branches(3, 4), DraftTree.chain(2), None], page_size=4)
+    levels = batch.levels(plan)
+    found = []
+    for entries in (1, 100, 1 << 22):
+        monkeypatch.setattr("cascade_lab.levels.SPAN_BLOCK", entries)
+        found.append(ledger(levels).kv_tokens_unique)
+    assert found == [37 + 12 + 2] * 3
