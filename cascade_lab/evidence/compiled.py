@@ -257,16 +257,19 @@ def _compile(launch: _Launch, target: str):
 
 
 def _read(launch: _Launch, target: str, tile_bytes: int) -> Report:
+    from triton.backends.nvidia.compiler import get_ptxas
+
     kernel = _compile(launch, target)
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
         cubin.write_bytes(kernel.asm["cubin"])
         ptx.write_text(kernel.asm["ptx"])
-        listing = _tool("nvdisasm", "-c", cubin).stdout
+        listing = _tool(_bundled("nvdisasm"), "-c", cubin).stdout
         version = re.search(r"\.target (\w+)", kernel.asm["ptx"])[1]
         limit = launch.keywords.get("maxnreg")
         limits = [] if limit is None else [f"--maxrregcount={limit}"]
-        assembler = "ptxas-blackwell" if target == "sm_100" and _tool_path("ptxas-blackwell").exists() else "ptxas"
+        # the assembler that Triton itself takes for the target; which one that is has changed between versions
+        assembler = Path(get_ptxas(int(target[3:])).path)
         report = _tool(assembler, "-v", f"--gpu-name={version}", ptx, "-o", Path(folder, "out.cubin"), *limits).stderr
     found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     loop = _main_loop(listing)
@@ -332,16 +335,17 @@ def _buffers(ttgir: str) -> int:
     return min((int(n) for n in found), default=0)
 
 
-def _tool_path(name: str) -> Path:
+def _bundled(name: str) -> Path:
+    """A tool that comes with Triton."""
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
-def _tool(name: str, *arguments) -> subprocess.CompletedProcess:
-    done = subprocess.run([_tool_path(name), *map(str, arguments)], capture_output=True, text=True, check=False)
+def _tool(path: Path, *arguments) -> subprocess.CompletedProcess:
+    done = subprocess.run([path, *map(str, arguments)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{name} failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise RuntimeError(f"{path.name} failed: {done.stderr.strip() or done.stdout.strip()}")
     return done
 
 
