@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -272,9 +273,10 @@ def _read(launch: _Launch, target: str, tile_bytes: int) -> Report:
         assembler = Path(get_ptxas(int(target[3:])).path)
         report = _tool(assembler, "-v", f"--gpu-name={version}", ptx, "-o", Path(folder, "out.cubin"), *limits).stderr
     found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    loop = _main_loop(listing)
-    operations = [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0] for line in loop]
-    counts = {op: operations.count(op) for op in sorted(set(operations))}
+    lines, labels = _instructions(listing)
+    # a merge has no loop over keys: its copies are those of the whole kernel
+    loop = _main_loop(lines, labels) if tile_bytes else []
+    counts = _counts(loop or lines)
     warps = launch.keywords["num_warps"]
     return Report(
         kernel=launch.kernel.fn.__name__.strip("_"),
@@ -286,10 +288,10 @@ def _read(launch: _Launch, target: str, tile_bytes: int) -> Report:
         stack_bytes=int(found[1]),
         spill_bytes=int(found[2]) + int(found[3]),
         shared_bytes=kernel.metadata.shared,
-        loop_instructions=len(loop) if tile_bytes else 0,
+        loop_instructions=len(loop),
         issue=round(len(loop) * warps / tile_bytes, 4) if tile_bytes else 0.0,
-        products=tuple(sorted({op.split(".")[0] for op in counts if "MMA" in op})) if tile_bytes else (),
-        copies={op: n for op, n in (counts if tile_bytes else _counts(listing)).items() if _is_global(op)},
+        products=tuple(sorted({name for op in counts if (name := op.split(".")[0]).endswith("MMA")})),
+        copies={op: n for op, n in counts.items() if _is_global(op)},
         buffers=_buffers(kernel.asm.get("ttgir", "")) if tile_bytes else 0,
     )
 
@@ -299,6 +301,7 @@ def _is_global(operation: str) -> bool:
 
 
 def _instructions(listing: str) -> tuple[list[str], dict[str, int]]:
+    """Instructions of a disassembly in order, and the index that each label stands before."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for text in listing.splitlines():
@@ -309,14 +312,14 @@ def _instructions(listing: str) -> tuple[list[str], dict[str, int]]:
     return lines, labels
 
 
-def _counts(listing: str) -> dict[str, int]:
-    operations = [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0] for line in _instructions(listing)[0]]
-    return {op: operations.count(op) for op in sorted(set(operations))}
+def _counts(lines: list[str]) -> dict[str, int]:
+    """How often each operation occurs, predicates aside."""
+    operations = Counter(re.sub(r"^@!?U?P\w+\s+", "", line).split()[0] for line in lines)
+    return dict(sorted(operations.items()))
 
 
-def _main_loop(listing: str) -> list[str]:
+def _main_loop(lines: list[str], labels: dict[str, int]) -> list[str]:
     """Instructions of the innermost loop with the most asynchronous copies."""
-    lines, labels = _instructions(listing)
     loops = []
     for i, line in enumerate(lines):
         target = re.search(r"BRA(?:\.U)?.*?`\((\.L_x_\d+)\)", line)
