@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from cascade_lab.evidence import canonical
 from cascade_lab.evidence.claims import FAILS, VERDICTS, gather, print_table
 from cascade_lab.evidence.execution import execute, load
+from cascade_lab.evidence.export import to_html
 from cascade_lab.evidence.figures import FOLDER as FIGURES_FOLDER
 from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
 
@@ -30,22 +31,6 @@ CLAIMS_FILE = "claims.json"
 CELL_TIMEOUT, START_TIMEOUT = 120, 60
 # Committed outputs come from one place that every machine has.
 _ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-
-_PAGE = """\
-{%- extends 'lab/index.html.j2' -%}
-{% block data_png scoped %}
-<div class="jp-RenderedImage jp-OutputArea-output {{ extra_class }}">
-<img src="data:image/png;base64,{{ output.data['image/png'] | escape_html }}"
- alt="{{ (output | get_metadata('alt', 'image/png') or '') | escape_html }}">
-</div>
-{% endblock %}
-{% block data_svg scoped %}
-<div class="jp-RenderedSVG jp-OutputArea-output {{ extra_class }}" data-mime-type="image/svg+xml">
-<img src="data:image/svg+xml;base64,{{ output.data['image/svg+xml'] | text_base64 | escape_html }}"
- alt="{{ (output | get_metadata('alt', 'image/svg+xml') or '') | escape_html }}">
-</div>
-{% endblock %}
-"""
 
 
 def find_folder(given: Path | None = None) -> Path:
@@ -246,17 +231,6 @@ def check(
     for problem in found:
         print(problem, file=sys.stderr)
     return 1 if found else status
-
-
-def to_html(notebook: NotebookNode, path: Path) -> str:
-    """One page, pictures inside. Their alternative text is the output metadata {"image/png": {"alt": ...}}."""
-    from nbconvert import HTMLExporter
-
-    # outputs are inside the page in any case; embed_images would rewrite Markdown and unfold the solutions
-    exporter = HTMLExporter(template_name="lab", raw_template=_PAGE)
-    resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
-    page, _ = exporter.from_notebook_node(notebook, resources=resources)
-    return page
 
 
 def _rerun(paths: Iterable[Path], scratch: Path, cell_timeout: int) -> tuple[dict[Path, NotebookNode], int]:
