@@ -163,7 +163,7 @@ def tree_mask(trees: list[list[int]], device="cpu") -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's elements as bytes, so that NaN compares equal to itself."""
-    return tensor.detach().contiguous().view(torch.uint8).clone()
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def run(case: AttentionCase, backend: str, loads=None, prefix: str = "", **options):
