@@ -1,4 +1,4 @@
-"""The `cascade-lab` command: run the notebooks, refresh and check them, show claims, measure, read traces.
+"""The `cascade-lab` command: run the notebooks, refresh and check them, publish them, measure, read traces.
 
 The notebook tools are imported where they are used, so that help, claims, bench and trace work without them. Exit
 status: 0 all well, 1 something failed, 2 wrong usage, 130 interrupted.
@@ -27,7 +27,7 @@ examples:
 
 exit status: 0 all well, 1 something failed, 2 wrong usage
 """
-_INSTALL = "the notebook tools come with: pip install 'cascade-lab[notebooks]'"
+_INSTALL = "the tools for that come with: pip install 'cascade-lab[{extra}]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cascade-lab {options.command}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(f"cascade-lab {options.command}: {error}; {_INSTALL}", file=sys.stderr)
+        hint = _INSTALL.format(extra="site" if options.command == "site" else "notebooks")
+        print(f"cascade-lab {options.command}: {error}; {hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -127,6 +128,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     claims.set_defaults(carry_out=_claims)
 
+    site = commands.add_parser(
+        "site",
+        parents=[source],
+        help="make web pages of the notebooks, their claims and the package",
+        description="Make a site of the committed notebooks as they are: index with the table of claims, pages, an "
+        "explorer of the two ledgers, API reference. It needs no network and no server.",
+    )
+    site.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder of the site (default: build/site/ beside the notebooks folder)",
+    )
+    site.set_defaults(carry_out=_site)
+
     bench = commands.add_parser(
         "bench",
         help="measure on this machine",
@@ -190,6 +206,13 @@ def _claims(options: argparse.Namespace) -> int:
         return 1
     print_table(records)
     return 1 if any(record["verdict"] == FAILS for record in records) else 0
+
+
+def _site(options: argparse.Namespace) -> int:
+    from cascade_lab.evidence import site
+
+    folder = notebooks.find_folder(options.notebooks)
+    return site.build(folder, (options.output or folder.parent / "build" / "site").resolve())
 
 
 def _bench(options: argparse.Namespace) -> int:

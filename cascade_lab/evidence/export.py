@@ -1,36 +1,128 @@
-"""A notebook as one HTML page with its pictures inside."""
+"""A notebook as one HTML page that needs nothing else: no network, no script, no font and no file beside it.
+
+Formulas are MathML, pictures and the stylesheet are inside, and what a notebook brings along is text: of raw HTML a few
+tags are kept, and of an output the richest form that cannot run (Markdown, picture, plain text) is shown.
+"""
 
 from __future__ import annotations
 
+import base64
+import html
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cascade_lab.evidence.claims import MIME
+from cascade_lab.evidence.parameters import NotebookError
+
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from nbformat import NotebookNode
 
-_PAGE = """\
-{%- extends 'lab/index.html.j2' -%}
-{% block data_png scoped %}
-<div class="jp-RenderedImage jp-OutputArea-output {{ extra_class }}">
-<img src="data:image/png;base64,{{ output.data['image/png'] | escape_html }}"
- alt="{{ (output | get_metadata('alt', 'image/png') or '') | escape_html }}">
-</div>
-{% endblock %}
-{% block data_svg scoped %}
-<div class="jp-RenderedSVG jp-OutputArea-output {{ extra_class }}" data-mime-type="image/svg+xml">
-<img src="data:image/svg+xml;base64,{{ output.data['image/svg+xml'] | text_base64 | escape_html }}"
- alt="{{ (output | get_metadata('alt', 'image/svg+xml') or '') | escape_html }}">
-</div>
-{% endblock %}
-"""
+PICTURES = ("image/svg+xml", "image/png", "image/jpeg")
 
 
-def to_html(notebook: NotebookNode, path: Path) -> str:
-    """One page, pictures inside. Their alternative text is the output metadata {"image/png": {"alt": ...}}."""
-    from nbconvert import HTMLExporter
+def to_html(
+    notebook: NotebookNode, path: Path, *, navigation: Sequence[tuple[str, str, str]] = (), here: str = ""
+) -> str:
+    """The page of one executed notebook.
 
-    # outputs are inside the page in any case; embed_images would rewrite Markdown and unfold the solutions
-    exporter = HTMLExporter(template_name="lab", raw_template=_PAGE)
-    resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
-    page, _ = exporter.from_notebook_node(notebook, resources=resources)
-    return page
+    A picture's alternative text is its output metadata, {"image/png": {"alt": ...}}. A claim has the anchor
+    "claim-ID", and a heading the one made of its text.
+
+    Args:
+        notebook: as nbformat reads it.
+        path: its file; pictures that the Markdown names lie in its folder.
+        navigation: (address, text, name read aloud) of the pages to link to at the top.
+        here: which of these is this page.
+
+    Raises:
+        NotebookError: a formula cannot be converted; the cell is named.
+    """
+    from cascade_lab.evidence import markdown
+
+    headings, cells = markdown.Headings(), []
+    language = notebook.metadata.get("language_info", {}).get("pygments_lexer", "ipython3")
+    for number, cell in enumerate(notebook.cells, 1):
+        try:
+            if cell.cell_type == "markdown":
+                text = markdown.to_html(cell.source, folder=path.parent, headings=headings)
+                cells.append({"text": text, "code": "", "outputs": []})
+            elif cell.cell_type == "code" and (cell.source.strip() or cell.outputs):
+                outputs = [shown for output in cell.outputs if (shown := _output(output, headings))]
+                cells.append({"text": "", "code": markdown.highlight(cell.source, language), "outputs": outputs})
+        except ValueError as error:
+            raise NotebookError(str(error), number) from None
+    title = next((text for level, _, text in headings if level == 1), html.escape(path.stem))
+    contents = [(id, text) for level, id, text in headings if level == 2]
+    return render(
+        "notebook.html.j2",
+        title=_text(title),
+        cells=cells,
+        contents=contents,
+        navigation=navigation,
+        root="",
+        here=here,
+    )
+
+
+def render(template: str, **values: object) -> str:
+    """One page from a template of the folder pages/, where texts are escaped unless the template says `safe`."""
+    return _environment().get_template(template).render(**values)
+
+
+def picture(data: bytes, kind: str, alt: str) -> str:
+    """An `img` element with the picture inside."""
+    encoded = base64.b64encode(data).decode()
+    return f'<img src="data:{kind};base64,{encoded}" alt="{html.escape(alt)}">'
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    import cascade_lab
+
+    environment = Environment(
+        loader=PackageLoader("cascade_lab.evidence", "pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["version"] = cascade_lab.__version__
+    return environment
+
+
+def _output(output: NotebookNode, headings: list) -> str:
+    from nbconvert.filters import strip_ansi
+
+    from cascade_lab.evidence import markdown
+
+    if output.output_type == "stream":
+        return f'<pre class="{html.escape(output.name)}">{html.escape(strip_ansi(output.text).rstrip())}</pre>'
+    if output.output_type == "error":
+        return f'<pre class="stderr">{html.escape(strip_ansi(chr(10).join(output.traceback)))}</pre>'
+    data = output.get("data", {})
+    if "text/markdown" in data:
+        text = markdown.to_html(data["text/markdown"], headings=headings)
+        if MIME not in data:
+            return f'<div class="note">{text}</div>'
+        return f'<div class="claim" id="claim-{html.escape(data[MIME]["id"])}">{text}</div>'
+    for kind in PICTURES:
+        if kind in data:
+            content = data[kind].encode() if kind.endswith("xml") else base64.b64decode(data[kind])
+            alt = output.get("metadata", {}).get(kind, {}).get("alt", "")
+            return f'<p class="picture">{picture(content, kind, alt)}</p>'
+    return f"<pre>{html.escape(strip_ansi(data['text/plain']).rstrip())}</pre>" if "text/plain" in data else ""
+
+
+def _text(fragment: str) -> str:
+    """What a fragment of HTML says, for places that hold no markup."""
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(fragment, "html.parser")
+    for annotation in soup.find_all("annotation"):
+        annotation.decompose()
+    return soup.get_text()

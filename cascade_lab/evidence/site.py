@@ -1,0 +1,173 @@
+"""The site: index with the thesis and the table of claims, the notebooks as pages, an explorer of the two ledgers, and
+the API reference.
+
+It is made in seconds from the notebooks as they are kept, for these carry their outputs, and `check` proves them fresh;
+nothing is executed. Every page holds all it needs, so the site works from a folder, from an archive or without network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cascade_lab.evidence import canonical
+from cascade_lab.evidence.claims import COLUMNS, FAILS, Claim, gather
+from cascade_lab.evidence.execution import load
+from cascade_lab.evidence.export import picture, render, to_html
+from cascade_lab.evidence.notebooks import select
+from cascade_lab.evidence.parameters import NotebookError, UsageError
+
+_ROW = re.compile(r"^\|\s*\[\w+\]\(notebooks/(?P<name>\w+)\.ipynb\)\s*\|(?P<claim>[^|]+)\|.*\|(?P<figure>[^|]*)\|\s*$")
+_FIGURE = re.compile(r'src="(?P<file>[^"]+)".*?alt="(?P<alt>[^"]*)"')
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One notebook on the index: name, title and claim as HTML, its picture, and its judged claims."""
+
+    name: str
+    title: str
+    claim: str
+    picture: str
+    claims: tuple[Claim, ...]
+
+
+def build(folder: Path, output: Path) -> int:
+    """Write the site into a folder, whole or not at all.
+
+    Args:
+        folder: the notebooks folder; README.md and the figures lie beside it.
+        output: replaced if it holds an earlier site, made if it does not exist.
+
+    Returns:
+        0, or 1 after one line on stderr for each notebook that has no good result to show.
+
+    Raises:
+        UsageError: no README.md beside the notebooks, or an output folder that holds something else.
+    """
+    readme = folder.parent / "README.md"
+    if not readme.is_file():
+        raise UsageError(f"no README.md beside {folder}; the site takes its introduction from there")
+    if output.exists() and not (output.is_dir() and _is_ours(output)):
+        raise UsageError(f"{output} holds something that is no site of this project; name another place with --output")
+    try:
+        pages = dict(_pages(folder, readme.read_text(encoding="utf-8")))
+    except NotebookError as error:
+        print(error, file=sys.stderr)
+        return 1
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise UsageError(f"cannot write to {output.parent} ({error.strerror})") from None
+    try:
+        fresh.chmod(0o755)
+        for name, page in pages.items():
+            (fresh / name).parent.mkdir(exist_ok=True)
+            (fresh / name).write_text(page, encoding="utf-8")
+        if output.exists():
+            shutil.rmtree(output)
+        os.replace(fresh, output)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    print(f"{len(pages)} pages in {output}, from {output / 'index.html'}")
+    return 0
+
+
+def _is_ours(output: Path) -> bool:
+    index = output / "index.html"
+    if not index.is_file():
+        return not any(output.iterdir())
+    return '<meta name="generator" content="cascade-lab ' in index.read_text(encoding="utf-8", errors="replace")[:1000]
+
+
+def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
+    """(file name, page) of everything."""
+    from cascade_lab.evidence import api_pages, markdown
+
+    paths = select(folder)
+    title, introduction = _introduction(readme)
+    navigation = [
+        ("index.html", title, title),
+        ("explorer.html", "Explorer", "Explorer"),
+        ("api/index.html", "API", "API reference"),
+        *((f"{path.stem}.html", path.stem.partition("_")[0], path.stem.replace("_", " ")) for path in paths),
+    ]
+    entries = []
+    for path in paths:
+        try:
+            notebook = load(path)
+            for problem in canonical.problems(path):
+                raise NotebookError(f"{problem}; `cascade-lab refresh` executes it")
+            claims = gather(notebook)
+            for claim in claims:
+                if claim.verdict == FAILS:
+                    raise NotebookError(f"claim {claim.id} fails")
+            page = to_html(notebook, path, navigation=navigation, here=f"{path.stem}.html")
+        except (NotebookError, ValueError) as error:
+            raise NotebookError(f"{path.name}, {error}") from None
+        yield f"{path.stem}.html", page
+        heading = re.search(r"^# (.+)$", notebook.cells[0].source, re.MULTILINE)
+        claim, image = _row(readme, path.stem, folder.parent)
+        entries.append(
+            Entry(path.stem, _inline(heading[1] if heading else path.stem), _inline(claim), image, tuple(claims))
+        )
+    yield (
+        "index.html",
+        render(
+            "index.html.j2",
+            title=title,
+            introduction=markdown.to_html(introduction),
+            notebooks=entries,
+            columns=COLUMNS,
+            count=sum(len(entry.claims) for entry in entries),
+            navigation=navigation,
+            root="",
+            here="index.html",
+        ),
+    )
+    thesis = next((part for part in introduction.split("\n\n") if part.startswith("**The thesis.**")), "")
+    yield (
+        "explorer.html",
+        render(
+            "explorer.html.j2",
+            title="Explorer of the two ledgers",
+            thesis=markdown.to_html(thesis),
+            navigation=navigation,
+            root="",
+            here="explorer.html",
+        ),
+    )
+    for name, page in api_pages.pages(navigation):
+        yield f"api/{name}", page
+
+
+def _introduction(readme: str) -> tuple[str, str]:
+    """Title and text of README up to its first section."""
+    head = readme.split("\n## ", 1)[0]
+    title, _, text = head.partition("\n")
+    return title.removeprefix("# ").strip(), text.strip()
+
+
+def _row(readme: str, name: str, root: Path) -> tuple[str, str]:
+    """Claim and picture of a notebook as README's table has them, empty where it lists none."""
+    for line in readme.splitlines():
+        row = _ROW.match(line)
+        if row and row["name"] == name:
+            figure = _FIGURE.search(row["figure"])
+            vector = (root / figure["file"]).with_suffix(".svg") if figure else None
+            image = picture(vector.read_bytes(), "image/svg+xml", figure["alt"]) if vector and vector.is_file() else ""
+            return row["claim"].strip(), image
+    return "", ""
+
+
+def _inline(text: str) -> str:
+    from cascade_lab.evidence import markdown
+
+    return markdown.to_html(text).strip().removeprefix("<p>").removesuffix("</p>")
