@@ -54,6 +54,7 @@ def test_everything_follows_from_parent_links(parents):
 
 def test_node_sees_its_ancestors_and_itself_but_no_sibling_or_cousin():
     tree = DraftTree([-1, 0, 0, 1, 2])
+    assert (seen_by(tree, 1), seen_by(tree, 2)) == ({0, 1}, {0, 2})
     assert seen_by(tree, 3) == {0, 1, 3}
     assert seen_by(tree, 4) == {0, 2, 4}
     assert tree.ancestors(3) == (0, 1)
