@@ -11,6 +11,16 @@ from cascade_lab import runtime
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items) -> None:
+    """Where kernels are compiled for a GPU, every test of the Triton backend carries the marker "gpu"."""
+    if runtime.device().type != "cuda":
+        return
+    for item in items:
+        if hasattr(item, "callspec") and item.callspec.params.get("backend") == "triton":
+            item.add_marker(pytest.mark.gpu)
+
+
 @pytest.fixture(params=["torch", "triton"])
 def backend(request) -> str:
     """Both backends in turn; Triton runs interpreted on a machine without GPU."""
@@ -42,3 +52,32 @@ def loads(request):
 
     with record_loads() as record:
         yield record
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_launch_unwatched():
+    """An interpreted launch outside every recorder, whichever test makes it, is held to the tensors it was given.
+
+    Compilers cannot trace the test-wide recorder, and some tests call a kernel or a tool that opens none: their
+    launches may touch exactly the elements of their tensor arguments.
+    """
+    if runtime.triton_mode() != "interpreted":
+        yield
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    from cascade_lab.evidence import reads
+
+    launch = GridExecutor.__call__
+
+    def watched(self, *args, **kwargs):
+        if reads._active is not None:
+            return launch(self, *args, **kwargs)
+        given = {f"argument {i}": x for i, x in enumerate((*args, *kwargs.values())) if isinstance(x, torch.Tensor)}
+        with reads.record_loads(**given):
+            # the recorder has put its own launch in place
+            return GridExecutor.__call__(self, *args, **kwargs)
+
+    GridExecutor.__call__ = watched
+    yield
+    GridExecutor.__call__ = launch
