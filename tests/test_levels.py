@@ -291,12 +291,12 @@ def test_gradcheck(plan):
     assert torch.autograd.gradcheck(function, (case.q.requires_grad_(), *caches))
 
 
-def test_gradients_under_triton_are_refused():
-    pytest.importorskip("triton")
-    case = verify_case([3], [CHAIN])
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_gradients_under_triton_are_refused(backend, device):
+    case = verify_case([3], [CHAIN], device=device)
     with pytest.raises(RuntimeError, match="attention has no gradient on backend='triton'"):
         cascade_attention(
-            case.q.requires_grad_(), case.k_cache, case.v_cache, case.batch.levels("cascade"), backend="triton"
+            case.q.requires_grad_(), case.k_cache, case.v_cache, case.batch.levels("cascade"), backend=backend
         )
 
 
@@ -616,17 +616,18 @@ def broken(case: VerifyCase, which: int, **changes) -> list[Level]:
         (1, dict(tree_mask=torch.zeros(7, 1).long()), ValueError, "tree_mask: expected .* T = 8"),
     ],
 )
-def test_a_bad_level_is_named_with_its_argument(backend, which, changes, error, message):
-    case = verify_case([9, 6], [FORK, CHAIN], page=4)
+def test_a_bad_level_is_named_with_its_argument(backend, device, which, changes, error, message):
+    case = verify_case([9, 6], [FORK, CHAIN], page=4, device=device)
     name = ["prefix", "draft"][which]
+    changes = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in changes.items()}
     before = case.q.clone()
     with pytest.raises(error, match=rf"levels\[{which}\] '{name}': {message}"):
         cascade_attention(case.q, case.k_cache, case.v_cache, broken(case, which, **changes), backend=backend)
     assert torch.equal(case.q, before)
 
 
-def test_a_window_together_with_levels_is_refused(backend):
-    case = verify_case([3], [[-1, 0]], page=4)
+def test_a_window_together_with_levels_is_refused(backend, device):
+    case = verify_case([3], [[-1, 0]], page=4, device=device)
     arguments = (case.q, case.k_cache, case.v_cache, case.batch.levels("cascade"))
     for window in ((3, 0), (0, -1), (-1, 0), [0, 0]):
         with pytest.raises(ValueError, match=r"window_size: expected \(-1, -1\), for a window moves with each row"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -27,6 +28,11 @@ CASES = {
     "tree": dict(tree_mask=tree_mask(TREES), tail_seqlens=int32([5, 0, 3, 1])),
     "float64 tree with default tails": dict(tree_mask=tree_mask(TREES), dtype=torch.float64),
 }
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or runtime.triton_mode() != "compiled", reason="needs a GPU")
+needs_graphs = pytest.mark.skipif(
+    "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="a CUDA graph needs the caching allocator"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -454,7 +460,8 @@ def test_the_backward_operator_passes_opcheck(dtype, all_needed):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or runtime.triton_mode() != "compiled", reason="needs a GPU")
+@on_gpu
+@needs_graphs
 def test_calls_are_captured_in_a_cuda_graph():
     """Captured once, replayed on new queries, lengths and cache contents: no host synchronisation, no host values."""
     device = torch.device("cuda")
@@ -494,7 +501,8 @@ def test_calls_are_captured_in_a_cuda_graph():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or runtime.triton_mode() != "compiled", reason="needs a GPU")
+@on_gpu
+@needs_graphs
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_calls_compile_for_a_gpu(mode):
     case = ragged(causal=True, device="cuda", dtype=torch.float16, dim=64)
