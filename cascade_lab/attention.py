@@ -77,6 +77,11 @@ def attention(
         TypeError: wrong type or dtype. ValueError: wrong rank, shape, device, stride or value. Nothing has run then.
         RuntimeError: a gradient is required on the Triton backend, or the backend cannot run here.
 
+    Memory that no query row needs is not read and may hold anything. Among the keys that are read, NaN or infinity in K
+    harms only the rows that see that key. In V it also makes NaN, on the Triton backend, of rows that do not see the
+    key but share a tile with one that does, for a weight of 0 times NaN is NaN; the torch backend keeps such rows
+    apart. Scores may be as large as 2.3e38 after scaling: exponents are taken in base 2, which float32 holds so far.
+
     Under torch.compile a call is one operator, and checks that read values are skipped as in `runtime.unchecked()`.
 
     Names and alignment follow flash-attention; splitting keys follows Flash-Decoding (Dao et al., 2023).
