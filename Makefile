@@ -1,5 +1,6 @@
 # make run   execute every notebook into build/ and print the table of claims
 # make test  everything CI checks
+# make fuzz  the property suites at length: SEED=, EXAMPLES= (cases in all) and TESTS= repeat a run
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -7,7 +8,7 @@ PY := $(VENV)/bin/python
 ON_CPU := env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
 
 .DEFAULT_GOAL := run
-.PHONY: run test refresh lint bench clean venv
+.PHONY: run test fuzz refresh lint bench clean venv
 
 run: venv
 	$(PY) -m cascade_lab run
@@ -16,6 +17,14 @@ test: lint
 	$(PY) -m pytest tests -n 2 --dist loadfile --durations 10
 	$(PY) -m cascade_lab check --no-run
 	$(ON_CPU) $(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -q
+
+EXAMPLES ?= 120000
+TESTS ?= tests/properties
+
+fuzz: venv
+	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
+	echo "make fuzz SEED=$$seed EXAMPLES=$(EXAMPLES) TESTS=$(TESTS)"; \
+	FUZZ_SEED=$$seed FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest $(TESTS) -n 2 -q -p no:cacheprovider
 
 refresh: venv
 	$(PY) -m cascade_lab refresh

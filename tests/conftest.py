@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from cascade_lab import runtime
+from tests.properties.budget import header
 
 # tests work on tensors of a few hundred numbers, where waking a second thread costs more than the work
 torch.set_num_threads(1)
+
+
+def pytest_report_header() -> str:
+    return header()
 
 
 @pytest.hookimpl(tryfirst=True)
