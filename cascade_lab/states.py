@@ -67,8 +67,8 @@ def merge_state(
 
     The formula is the combination step of blocked softmax: Milakov and Gimelshein (2018), arXiv:1805.02867.
     """
-    _check_state("o_a", o_a, "lse_a", lse_a)
-    _check_state("o_b", o_b, "lse_b", lse_b)
+    check_state("o_a", o_a, "lse_a", lse_a)
+    check_state("o_b", o_b, "lse_b", lse_b)
     _check_same("o_b", o_b, "o_a", o_a)
     out_dtype = _resolve_out_dtype(out, out_dtype, torch.promote_types(o_a.dtype, o_b.dtype))
     lse_dtype = torch.promote_types(lse_a.dtype, lse_b.dtype)
@@ -112,7 +112,7 @@ def merge_states(
     Raises:
         TypeError, ValueError: as for `merge_state`.
     """
-    _check_state("o", o, "lse", lse, layout=("T", "S", "H"))
+    check_state("o", o, "lse", lse, layout=("T", "S", "H"))
     out_dtype = _resolve_out_dtype(None, out_dtype, o.dtype)
     backend = runtime.pick_backend(backend, o)
     _check_backend_dtypes(backend, {"o": o, "lse": lse}, out_dtype)
@@ -285,13 +285,21 @@ def _merge_torch(os, lses, o: torch.Tensor, lse: torch.Tensor) -> None:
     for x in cleaned:
         peak = torch.maximum(peak, x)
     shift = torch.where(peak == -math.inf, 0.0, peak)
+    weights = [torch.exp(x - shift) for x in cleaned]
     total = torch.zeros_like(peak)
-    acc = torch.zeros(o.shape, dtype=dtype, device=o.device)
-    for o_s, lse_s in zip(os, cleaned, strict=True):
-        weight = torch.exp(lse_s - shift)
+    for weight in weights:
         total += weight
-        acc += weight[..., None] * torch.where((lse_s == -math.inf)[..., None], 0.0, o_s.to(dtype))
-    o.copy_(acc / torch.where(total == 0, 1.0, total)[..., None])
+    scale = 1 / torch.where(total == 0, 1.0, total)
+    # an output of the right dtype takes the sum itself, unless a part still to be read lies there
+    in_place = o.dtype == dtype and not any(_spans_meet(o, x) for x in os)
+    acc = o.zero_() if in_place else torch.zeros(o.shape, dtype=dtype, device=o.device)
+    for o_s, lse_s, weight in zip(os, cleaned, weights, strict=True):
+        empty = lse_s == -math.inf
+        if o_s.device.type != "cpu" or empty.any():  # asking a GPU would wait for it
+            o_s = torch.where(empty[..., None], 0.0, o_s)
+        acc.addcmul_(o_s.to(dtype), (weight * scale)[..., None])
+    if not in_place:
+        o.copy_(acc)
     lse.copy_(shift + total.log())
 
 
@@ -317,7 +325,7 @@ def _check_lse_dtype(name: str, lse: torch.Tensor) -> None:
         raise TypeError(f"{name}: expected float32 (or float64 on the torch backend), given {lse.dtype}")
 
 
-def _check_state(o_name, o, lse_name, lse, layout=("T", "H")) -> None:
+def check_state(o_name, o, lse_name, lse, layout=("T", "H")) -> None:
     _check_tensor(o_name, o, (*layout, "D"))
     _check_tensor(lse_name, lse, layout)
     if o.dtype not in OUT_DTYPES:

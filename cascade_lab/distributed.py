@@ -1,0 +1,683 @@
+"""The same algebra over ranks: each rank attends to the keys it holds, and claim 1 puts the answer together.
+
+Rank r holds the key set K_r and returns (o_r, lse_r) for the same rows; the global state is
+
+    lse = log sum_r e^lse_r,    o = sum_r e^(lse_r - lse) o_r.
+
+n = T H states of D + 1 float32 numbers are exchanged, whatever the number of keys. What each of W ranks sends:
+
+    gather      everybody gets all parts, then a W-way merge              (W - 1) n (D + 1)
+    reduce      all-reduce of the maximum, then of [w o, w]               2 (W - 1)/W n (D + 2)
+    exchange    all-to-all of W slices, a W-way merge of one slice by
+                each, then the merged slices are gathered                 2 (W - 1)/W n (D + 1)
+
+Sending each state once to whoever merges it and once back is least for more than two ranks, has no maximum to agree on
+first, merges every row on one rank alone, so that all ranks hold equal bits, and its second half travels in the dtype
+of the output. With mode "scatter" that half falls away. For two ranks, or very few states, `gather` sends no more and
+takes one step. The transport is torch.distributed's own: gloo on CPU, NCCL on GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from cascade_lab import paging, runtime
+from cascade_lab.levels import Level, cascade_attention
+from cascade_lab.sharding import (
+    TOKEN_LAYOUTS,
+    Shard,
+    check_counted_once,
+    check_replicated,
+    deal_level,
+    held_tokens,
+    key_rectangles,
+    ring_levels,
+)
+from cascade_lab.states import OUT_DTYPES, State, check_state, merge_state, merge_states
+
+MODES = ("all", "scatter")
+ALGORITHMS = ("auto", "gather", "reduce", "exchange")
+WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+# torch 2.13 renamed it and warns about the old name
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def merge_across_ranks(
+    state: State,
+    group: dist.ProcessGroup | None = None,
+    mode: str = "all",
+    *,
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> State:
+    """Merge the states of all ranks, over disjoint key sets, into the state over their union.
+
+    Args:
+        state: this rank's o `[T, H, D]` and lse `[T, H]`, as `merge_state` takes them and of one shape on all ranks. A
+            rank without keys gives o = 0 (or anything) and lse = -inf.
+        group: the process group; the default group when absent. gloo on CPU, NCCL on GPU.
+        mode: "all", every rank gets the whole state. "scatter", rank r gets heads r H/W to (r + 1) H/W - 1, as tensor
+            parallel layers want them.
+        algorithm: "gather", "reduce" or "exchange" as in this module's text; "auto" takes the one that sends fewest
+            bytes (`merge_bytes`), and among equals the one with fewer steps. "scatter" knows "exchange" alone.
+        wire_dtype: of o on its way; when absent its own, which loses nothing: float32 for partial states. lse travels
+            as it is. bfloat16 and float16 round each part once; "reduce" adds on the wire and takes neither.
+        out_dtype: dtype of o; default that of state.o.
+        backend: of the local merge, as in `merge_states`.
+
+    Returns:
+        State `[T, H, D]`, `[T, H]` ("scatter": `[T, H/W, D]`, `[T, H/W]`). Differentiable: the gradient of a rank's
+        state is that of the sum of all ranks' losses.
+
+    Raises:
+        TypeError, ValueError: a bad argument on this rank or, naming the rank, on another; shapes, dtypes or options
+            that differ between ranks. Every rank raises, none waits. Under `unchecked()` and torch.compile ranks do not
+            compare notes first.
+        RuntimeError: no process group, or a rank was lost on the way.
+
+    Under torch.compile a call is one operator.
+    """
+    return _merge(lambda: state, "merge_across_ranks", group, mode, algorithm, wire_dtype, out_dtype, backend)
+
+
+def merge_bytes(
+    T: int,
+    H: int,
+    D: int,
+    world_size: int,
+    *,
+    mode: str = "all",
+    wire_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype = torch.float32,
+    lse_dtype: torch.dtype = torch.float32,
+    rank: int = 0,
+) -> dict[str, int]:
+    """Payload bytes that a rank sends to merge `[T, H, D]` states, by algorithm, those with fewer steps first.
+
+    Exact; ranks differ only where W does not divide T H, and an all-reduce counts as a ring of 2 (W - 1) equal steps.
+    Transport headers and the few numbers by which ranks compare their arguments are not counted.
+
+    Raises:
+        ValueError: an unknown mode, or with "scatter" heads that W does not divide.
+    """
+    W, n = world_size, T * H
+    full, back = (D * dtype.itemsize + lse_dtype.itemsize for dtype in (wire_dtype, out_dtype))
+    if mode == "scatter":
+        _check_scatter(H, W)
+        return {"exchange": (n - n // W) * full}
+    if mode != "all":
+        raise ValueError(f"mode: expected one of {MODES}, given {mode!r}")
+    own = (rank + 1) * n // W - rank * n // W
+    sent = {"gather": (W - 1) * n * full, "exchange": (n - own) * full + (W - 1) * own * back}
+    if wire_dtype in (torch.float32, torch.float64):
+        sent["reduce"] = -(-2 * (W - 1) * n * (D * wire_dtype.itemsize + 2 * lse_dtype.itemsize) // W)
+    return sent
+
+
+@dataclass(frozen=True)
+class LocalCache:
+    """The pages of a cache that this rank holds.
+
+    Attributes:
+        k_cache, v_cache: `[num_pages, page_size, H_kv, D]` and `[..., D_v]`, as in `attention`.
+        page_ids: `[num_pages]` int64, for each page the one of the whole cache that it is; a page that several ranks
+            hold has one id. It says which keys are the same, so that none is counted twice.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    page_ids: Tensor
+
+    @classmethod
+    def of(cls, k_cache: Tensor, v_cache: Tensor, shard: Shard) -> LocalCache:
+        """This rank's pages, copied out of a whole cache."""
+        pages = shard.page_ids.to(k_cache.device)
+        return cls(k_cache[pages], v_cache[pages], pages)
+
+
+def sharded_attention(
+    q: Tensor,
+    local_cache: LocalCache,
+    levels: Sequence[Level],
+    *,
+    replicated: Collection[int] = (),
+    group: dist.ProcessGroup | None = None,
+    mode: str = "all",
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    num_splits: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    reads: Tensor | None = None,
+    backend: str = "auto",
+) -> State:
+    """Attention of the same rows on every rank over keys that are sharded by sequence: decode and verify.
+
+    Each rank reads its own pages, and the partial states are merged. Drafts are few and written everywhere: a level in
+    `replicated` is held whole by each rank, and its requests are dealt out, so that no key is read or counted twice.
+
+    Args:
+        q: `[T, H_q, D]`, the same rows on every rank.
+        local_cache: this rank's pages.
+        levels: this rank's plan over its own pages, as many levels and rows as on every other rank: see
+            `sharding.shard_levels`. A rank without keys has lengths 0.
+        replicated: indices of the levels that are equal on all ranks.
+        group, mode, algorithm, wire_dtype: as in `merge_across_ranks`.
+        softmax_scale, softcap, num_splits, out_dtype, reads, backend: as in `cascade_attention`; reads counts this
+            rank's.
+
+    Returns:
+        The global state, as `merge_across_ranks` gives it. Differentiable on the torch backend; the gradient of q is
+        that through this rank's keys, to be summed over ranks.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `cascade_attention` and `merge_across_ranks`; ValueError on all ranks
+            for a key that a row would see twice, on one rank or on two. That check gathers every rank's plan: run
+            a plan once with it, then under `runtime.unchecked()`.
+    """
+    where = "sharded_attention"
+
+    def plan() -> list[Level]:
+        if not isinstance(local_cache, LocalCache):
+            raise TypeError(f"local_cache: expected a LocalCache, given {type(local_cache).__name__}")
+        if not isinstance(levels, Sequence):
+            raise TypeError(f"levels: expected a sequence of Level, given {type(levels).__name__}")
+        shared = check_replicated(replicated, len(levels))
+        rank, world_size = _place(group)
+        return [deal_level(level, rank, world_size) if i in shared else level for i, level in enumerate(levels)]
+
+    def attend() -> State:
+        own = plan()
+        wide = torch.promote_types(torch.float32, q.dtype) if isinstance(q, Tensor) else None
+        return cascade_attention(
+            q,
+            local_cache.k_cache,
+            local_cache.v_cache,
+            own,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            num_splits=num_splits,
+            out_dtype=wide,
+            reads=reads,
+            backend=backend,
+        )
+
+    if runtime.checks_enabled():
+        _check_each_key_once(plan, local_cache, group, where)
+    out_dtype = out_dtype if out_dtype is not None or not isinstance(q, Tensor) else q.dtype
+    return _merge(attend, where, group, mode, algorithm, wire_dtype, out_dtype, backend)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompt_lens: Sequence[int],
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: str = "zigzag",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    num_splits: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    reads: Tensor | None = None,
+    backend: str = "auto",
+) -> State:
+    """Causal prefill with rows and keys sliced over ranks; keys pass round in a ring and meet every row once.
+
+    Args:
+        q: `[T, H_q, D]`, this rank's rows: of each request its slices of `sharding.split_tokens`, packed by request.
+        k, v: `[T, H_kv, D]` and `[T, H_kv, D_v]`, the same tokens, contiguous.
+        prompt_lens: tokens per request, equal on all ranks.
+        group: as in `merge_across_ranks`.
+        layout: "zigzag" balances the triangle's area over ranks, "contiguous" does not.
+        softmax_scale, softcap, num_splits, out_dtype, reads, backend: as in `attention`.
+
+    Returns:
+        The state of this rank's rows, o `[T, H_q, D_v]` and lse `[T, H_q]`.
+
+    Raises:
+        TypeError, ValueError: as in `attention`, tokens that are not this rank's share, or arguments that differ
+            between ranks. RuntimeError: a gradient is required, no process group, or a rank was lost.
+
+    Ring attention is Liu et al. (2023), arXiv:2310.01889; zigzag slices are common in context parallel training.
+    """
+    where = "ring_attention"
+
+    def check() -> dict[str, int]:
+        for name, x, heads in (("q", q, "H_q, D"), ("k", k, "H_kv, D"), ("v", v, "H_kv, D_v")):
+            runtime.check_is_tensor(name, x)
+            if x.dim() != 3 or not x.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous [T, {heads}], given {tuple(x.shape)}, {x.stride()}")
+        rank, world_size = _place(group)
+        held = held_tokens(prompt_lens, world_size, layout)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if len(x) != held[rank]:
+                raise ValueError(
+                    f"{name}: expected the {held[rank]} tokens that rank {rank} of {world_size} holds under layout "
+                    f"{layout!r}, given {len(x)}"
+                )
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise RuntimeError("ring_attention has no gradient: call it under torch.no_grad()")
+        lengths = zlib.crc32(repr([int(n) for n in prompt_lens]).encode())
+        shapes = {"H_q": q.shape[1], "D": q.shape[2], "H_kv": k.shape[1], "D_v": v.shape[2]}
+        return shapes | {"dtype": _code(q.dtype), "prompt_lens": lengths, "layout": TOKEN_LAYOUTS.index(layout)}
+
+    _agree(check, group, where)
+    rank, world_size = _place(group)
+    held = held_tokens(prompt_lens, world_size, layout)
+    wide = torch.promote_types(torch.float32, q.dtype)
+    state = None
+    for step in range(world_size):
+        holder = (rank - step) % world_size
+        with _over_the_wire(where, group):
+            arriving = _pass_on(k, v, held[holder - 1], group) if step + 1 < world_size else None
+        levels = ring_levels(prompt_lens, rank, holder, world_size, layout)
+        if levels or state is None:
+            part = _attend_to(q, k, v, levels, wide, softmax_scale, softcap, num_splits, reads, backend)
+            state = part if state is None else merge_state(*state, *part, backend=backend)
+        if arriving is not None:
+            with _over_the_wire(where, group):
+                k, v = arriving()
+    return State(state.o.to(q.dtype if out_dtype is None else out_dtype), state.lse)
+
+
+def _attend_to(q, k, v, levels, wide, softmax_scale, softcap, num_splits, reads, backend) -> State:
+    """This rank's rows over the keys at hand, viewed in the pages of `levels`."""
+    if not levels:
+        return State(
+            q.new_zeros((*q.shape[:2], v.shape[2]), dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        )
+    page_size = levels[0].page_size
+    return cascade_attention(
+        q,
+        *(x.view(-1, page_size, *x.shape[1:]) for x in (k, v)),
+        [_on(level, q.device) for level in levels],
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        num_splits=num_splits,
+        out_dtype=wide,
+        reads=reads,
+        backend=backend,
+    )
+
+
+def _on(level: Level, device: torch.device) -> Level:
+    moved = {name: getattr(level, name).to(device) for name in ("cu_seqlens_q", "page_table", "cache_seqlens")}
+    return Level(**(vars(level) | moved))
+
+
+def _pass_on(k: Tensor, v: Tensor, tokens: int, group):
+    """Start to send the keys at hand to the next rank and to take `tokens` of the one before; call to wait for them."""
+    rank, world_size = _place(group)
+    follower, leader = (dist.get_global_rank(group or dist.group.WORLD, r % world_size) for r in (rank + 1, rank - 1))
+    taken = [x.new_empty((tokens, *x.shape[1:])) for x in (k, v)]
+    moves = [dist.P2POp(dist.isend, x, follower, group) for x in (k, v) if len(x)]
+    moves += [dist.P2POp(dist.irecv, x, leader, group) for x in taken if tokens]
+    works = dist.batch_isend_irecv(moves) if moves else []
+
+    def wait() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        return taken
+
+    return wait
+
+
+def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, backend) -> State:
+    """Make this rank's state, agree with the others, merge; an error of one rank is raised by all."""
+    made: list[tuple[State, torch.dtype, torch.dtype, str]] = []
+
+    def check() -> dict[str, int]:
+        state = make()
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise TypeError(f"state: expected State(o, lse), given {type(state).__name__}")
+        made.append((State(*state), *_check_options(State(*state), group, mode, algorithm, wire_dtype, out_dtype)))
+        (o, lse), wire, out, chosen = made[0]
+        runtime.pick_backend(backend, o)
+        codes = {"dtype of o": _code(o.dtype), "dtype of lse": _code(lse.dtype)}
+        codes |= {"wire_dtype": _code(wire), "out_dtype": _code(out), "mode": MODES.index(mode)}
+        return dict(zip("THD", o.shape, strict=True)) | codes | {"algorithm": ALGORITHMS.index(chosen)}
+
+    _agree(check, group, where)
+    (o, lse), wire, out, chosen = made[0]
+    backend = runtime.pick_backend(backend, o)
+    name = (group or dist.group.WORLD).group_name
+    if torch.compiler.is_compiling():
+        return State(*_merge_op(o, lse, name, mode, chosen, wire, out, backend))
+    return State(*_MergeAcross.apply(o, lse, name, mode, chosen, wire, out, backend))
+
+
+def _check_options(state: State, group, mode, algorithm, wire_dtype, out_dtype) -> tuple[torch.dtype, torch.dtype, str]:
+    """(wire dtype, output dtype, algorithm) with the defaults filled in."""
+    o, lse = state
+    check_state("o", o, "lse", lse)
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {MODES}, given {mode!r}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: expected one of {ALGORITHMS}, given {algorithm!r}")
+    if wire_dtype is None:
+        wire_dtype = torch.promote_types(o.dtype, torch.float32) if algorithm == "reduce" else o.dtype
+    out_dtype = o.dtype if out_dtype is None else out_dtype
+    for name, dtype, known in (("wire_dtype", wire_dtype, WIRE_DTYPES), ("out_dtype", out_dtype, OUT_DTYPES)):
+        if dtype not in known:
+            raise TypeError(f"{name}: expected one of {known}, given {dtype}")
+    (T, H, D), world_size = o.shape, _place(group)[1]
+    dtypes = dict(wire_dtype=wire_dtype, out_dtype=out_dtype, lse_dtype=lse.dtype)
+    sent = merge_bytes(T, H, D, world_size, mode=mode, **dtypes)
+    if algorithm == "auto":
+        return wire_dtype, out_dtype, min(sent, key=sent.get)  # the first of equals has fewest steps
+    if algorithm not in sent:
+        given = f"mode={mode!r} and wire_dtype={wire_dtype}"
+        raise ValueError(f"algorithm: expected one of {('auto', *sent)} with {given}, given {algorithm!r}")
+    return wire_dtype, out_dtype, algorithm
+
+
+def _check_scatter(H: int, world_size: int) -> None:
+    if H % world_size:
+        raise ValueError(f"mode: expected heads that {world_size} ranks divide for 'scatter', given H = {H}")
+
+
+def _check_each_key_once(plan, local_cache: LocalCache, group, where: str) -> None:
+    rectangles = np.zeros((0, 5), np.int64)
+
+    def describe() -> dict[str, int]:
+        nonlocal rectangles
+        own = plan()
+        num_pages, page_size = local_cache.k_cache.shape[:2]
+        if local_cache.page_ids.shape != (num_pages,) or local_cache.page_ids.dtype != torch.int64:
+            raise ValueError(
+                f"local_cache.page_ids: expected [num_pages] = [{num_pages}] int64, given "
+                f"{tuple(local_cache.page_ids.shape)} {local_cache.page_ids.dtype}"
+            )
+        for i, level in enumerate(own):
+            try:
+                fine_pages = num_pages * page_size // level.page_size
+                paging.check_page_table(level.page_table, level.cache_seqlens, fine_pages, level.page_size)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
+        rectangles = key_rectangles(own, local_cache.page_ids, page_size)
+        return {"number of levels": len(own), "page size": page_size}
+
+    _agree(describe, group, where)
+    rank, world_size = _place(group)
+    check_counted_once(_gather_rows(np.insert(rectangles, 5, rank, axis=1), world_size, group, where))
+
+
+def _gather_rows(rows: np.ndarray, world_size: int, group, where: str) -> np.ndarray:
+    """`[n, k]` int64 rows of all ranks, n different on each, one below the other."""
+    device = _wire_device(group)
+    with _over_the_wire(where, group):
+        counts = torch.empty(world_size, dtype=torch.int64, device=device)
+        _all_gather_flat(counts, torch.tensor([len(rows)], device=device), group=group)
+        most = int(counts.max())
+        padded = torch.zeros((most, rows.shape[1]), dtype=torch.int64, device=device)
+        padded[: len(rows)] = torch.from_numpy(rows).to(device)
+        gathered = torch.empty((world_size * most, rows.shape[1]), dtype=torch.int64, device=device)
+        if most:
+            _all_gather_flat(gathered, padded, group=group)
+    parts = gathered.view(world_size, most, -1).cpu().numpy()
+    return np.concatenate([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
+
+
+def _agree(check, group, where: str) -> None:
+    """Run `check` on every rank and compare what it says, a few named integers.
+
+    A rank that refuses its arguments says so before it raises, so that the others raise too instead of waiting.
+    """
+    if not runtime.checks_enabled():
+        check()
+        return
+    rank, world_size = _place(group)
+    try:
+        said, problem = check(), None
+    except Exception as error:
+        said, problem = {}, error
+    if world_size > 1:
+        device = _wire_device(group)
+        own = torch.tensor([problem is not None, *said.values()], dtype=torch.int64)
+        # one size for all, whatever a rank has to say
+        vector = torch.nn.functional.pad(own, (0, 16 - len(own))).to(device)
+        with _over_the_wire(where, group):
+            everyone = torch.empty((world_size, 16), dtype=torch.int64, device=device)
+            _swap([[vector]] * world_size, [[x] for x in everyone], rank, group or dist.group.WORLD)
+    if problem is not None:
+        raise problem
+    if world_size == 1:
+        return
+    others = everyone.tolist()
+    for r, (refused, *_) in enumerate(others):
+        if refused:
+            raise ValueError(f"{where}: rank {r} refused its arguments, its own error says why (this is rank {rank})")
+    for r, (_, *values) in enumerate(others):
+        for name, mine, theirs in zip(said, said.values(), values, strict=False):
+            if mine != theirs:
+                raise ValueError(
+                    f"{where}: expected the same {name} on all ranks, given {_spell(name, mine)} on rank {rank} and "
+                    f"{_spell(name, theirs)} on rank {r}"
+                )
+
+
+def _spell(name: str, value: int) -> str:
+    if "dtype" in name:
+        return str(OUT_DTYPES[value])
+    if name in ("mode", "algorithm", "layout"):
+        return {"mode": MODES, "algorithm": ALGORITHMS, "layout": TOKEN_LAYOUTS}[name][value]
+    return "other lengths" if name == "prompt_lens" else str(value)
+
+
+def _code(dtype: torch.dtype) -> int:
+    return OUT_DTYPES.index(dtype)
+
+
+def _place(group) -> tuple[int, int]:
+    """(rank in the group, number of ranks)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("group: expected a process group, but torch.distributed.init_process_group was not called")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group: expected one that this rank belongs to, given another")
+    return rank, dist.get_world_size(group)
+
+
+def _wire_device(group) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
+
+
+@contextlib.contextmanager
+def _over_the_wire(where: str, group) -> Iterator[None]:
+    """Say in one line that a rank was lost, whatever the transport calls it."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, world_size = _place(group)
+        reason = str(error).strip().splitlines()[0]
+        raise RuntimeError(
+            f"{where}: rank {rank} of {world_size} lost another rank, or waited too long for it: {reason}"
+        ) from error
+
+
+def _merge_over_group(
+    o: Tensor,
+    lse: Tensor,
+    group_name: str,
+    mode: str,
+    algorithm: str,
+    wire_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    group = _resolve_process_group(group_name)
+    rank, W = _place(group)
+    T, H, D = o.shape
+    o, lse = o.detach(), lse.detach()
+    if o.numel() == 0 or W == 1:
+        heads = H // W if mode == "scatter" else H
+        alone = merge_states(o[:, None, :heads], lse[:, None, :heads], out_dtype=out_dtype, backend=backend)
+        return alone.o, alone.lse
+    with _over_the_wire("merge_across_ranks", group):
+        if algorithm == "reduce":
+            return _reduce(o, lse, group, wire_dtype, out_dtype)
+        o = o.to(wire_dtype)
+        if mode == "scatter":
+            slices = [tuple(x.contiguous() for x in own) for own in zip(o.chunk(W, 1), lse.chunk(W, 1), strict=True)]
+            return _merge_parts(*_parts_of_all(slices, rank, group), (T, H // W), out_dtype, backend)
+        o, lse = o.reshape(T * H, D), lse.reshape(T * H)
+        if algorithm == "gather":
+            return _merge_parts(*_parts_of_all([(o, lse)] * W, rank, group), (T, H), out_dtype, backend)
+        return tuple(x.view(T, H, *x.shape[1:]) for x in _exchange(o, lse, rank, group, out_dtype, backend))
+
+
+def _exchange(o: Tensor, lse: Tensor, rank: int, group, out_dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
+    """o `[n, D]` and lse `[n]` merged over ranks, slice r of them on rank r."""
+    n, W = len(lse), dist.get_world_size(group)
+    bounds = [(r * n // W, (r + 1) * n // W) for r in range(W)]
+    start, stop = bounds[rank]
+    # parts and result have one size, and the parts are read before the result arrives
+    room = [x.new_empty((max(n, W * (stop - start)), *x.shape[1:])) for x in (o, lse)]
+    parts = [x[: W * (stop - start)].unflatten(0, (W, stop - start)) for x in room]
+    _swap([(o[i:j], lse[i:j]) for i, j in bounds], zip(*parts, strict=True), rank, group)
+    own = _merge_parts(*parts, (stop - start,), out_dtype, backend)
+    if out_dtype != o.dtype:
+        room[0] = o.new_empty((n, o.shape[1]), dtype=out_dtype)
+    whole = [x[:n] for x in room]
+    _swap([own] * W, [[x[i:j] for x in whole] for i, j in bounds], rank, group)
+    return whole[0], whole[1]
+
+
+def _parts_of_all(leaving, rank: int, group) -> list[Tensor]:
+    """What `_swap` brings, stacked: o `[W, ..., D]` and lse `[W, ...]`."""
+    stacked = [x.new_empty((len(leaving), *x.shape)) for x in leaving[rank]]
+    _swap(leaving, zip(*stacked, strict=True), rank, group)
+    return stacked
+
+
+def _swap(leaving: Iterable[Sequence[Tensor]], arriving: Iterable[Sequence[Tensor]], rank: int, group) -> None:
+    """Send the tensors leaving[r] to rank r and fill arriving[r] with what it sends here.
+
+    All pairs are started at once; gloo's own all-gather is a ring of W - 1 dependent steps.
+    """
+    leaving, arriving = list(leaving), list(arriving)
+    W = len(leaving)
+    order = [((rank - step) % W, (rank + step) % W) for step in range(1, W)]
+    peers = dist.get_process_group_ranks(group)
+    moves = []
+    for source, target in order:
+        moves += [dist.P2POp(dist.irecv, x, peers[source], group) for x in arriving[source] if x.numel()]
+        moves += [dist.P2POp(dist.isend, x, peers[target], group) for x in leaving[target] if x.numel()]
+    works = dist.batch_isend_irecv(moves) if moves else []
+    for mine, kept in zip(arriving[rank], leaving[rank], strict=True):
+        mine.copy_(kept)
+    for work in works:
+        work.wait()
+
+
+def _merge_parts(
+    o: Tensor, lse: Tensor, shape: Sequence[int], out_dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Parts o `[W, ..., D]` and lse `[W, ...]` merged over W, as states of `shape`."""
+    W, D = len(lse), o.shape[-1]
+    o, lse = o.view(W, -1, 1, D).transpose(0, 1), lse.view(W, -1, 1).transpose(0, 1)
+    merged = merge_states(o, lse, out_dtype=out_dtype, backend=backend)
+    return merged.o.view(*shape, D), merged.lse.view(*shape)
+
+
+def _reduce(o, lse, group, wire_dtype, out_dtype) -> tuple[Tensor, Tensor]:
+    lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    # a maximum may lose a NaN on the way, a sum does not
+    peak = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    shift = torch.where(peak == -torch.inf, 0.0, peak)
+    weight = torch.exp(lse - shift)
+    total = weight.clone()
+    dist.all_reduce(total, group=group)
+    share = (weight / torch.where(total == 0, 1.0, total)).to(wire_dtype)
+    o = torch.where((lse == -torch.inf)[..., None], 0.0, o.to(wire_dtype)).mul_(share[..., None])
+    dist.all_reduce(o, group=group)
+    return o.to(out_dtype), shift + total.log()
+
+
+def _keep(ctx, inputs, output) -> None:
+    o, lse, group_name, mode, *_ = inputs
+    ctx.save_for_backward(o, lse, *output)
+    ctx.place = group_name, mode
+
+
+def _merge_backward(ctx, grad_o, grad_lse):
+    """Gradients of this rank's state: of the merged one they need the sum over ranks, or the slices of all ranks."""
+    o_s, lse_s, o, lse = ctx.saved_tensors
+    group_name, mode = ctx.place
+    grads = _merge_backward_op if torch.compiler.is_compiling() else _merge_over_group_backward
+    return *grads(o_s, lse_s, o, lse, grad_o, grad_lse, group_name, mode), None, None, None, None, None, None
+
+
+def _merge_over_group_backward(
+    o_s: Tensor, lse_s: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, grad_lse: Tensor, group_name: str, mode: str
+) -> tuple[Tensor, Tensor]:
+    """With p = e^(lse_s - lse): do_s = p do, dlse_s = p (do . o_s + c), where c = dlse - do . o."""
+    group = _resolve_process_group(group_name)
+    W = dist.get_world_size(group)
+    wide = torch.promote_types(lse_s.dtype, torch.promote_types(o_s.dtype, torch.float32))
+    grad_o, grad_lse, lse = grad_o.to(wide), grad_lse.to(wide), lse.to(wide)
+    terms = torch.cat((grad_o, (grad_lse - (grad_o * o.to(wide)).sum(-1))[..., None]), dim=-1)
+    with _over_the_wire("merge_across_ranks", group):
+        if W > 1 and mode == "all":
+            terms = terms.contiguous()
+            dist.all_reduce(terms, group=group)
+        elif W > 1:
+            own = torch.cat((terms, lse[..., None]), dim=-1).contiguous()
+            parts = own.new_empty((W, *own.shape))
+            _all_gather_flat(parts.view(-1), own.view(-1), group=group)
+            whole = parts.transpose(0, 1).flatten(1, 2)
+            terms, lse = whole[..., :-1], whole[..., -1]
+    empty = lse_s.isinf()
+    p = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, lse_s.to(wide) - lse)))
+    grad_o, rest = terms[..., :-1], terms[..., -1]
+    ahead = (grad_o * torch.where(empty[..., None], 0.0, o_s.to(wide))).sum(-1) + rest
+    d_lse = torch.where(empty, 0.0, p * ahead)
+    return (p[..., None] * grad_o).to(o_s.dtype), d_lse.to(lse_s.dtype)
+
+
+class _MergeAcross(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _merge_over_group(*inputs)
+        _keep(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_merge_backward)
+
+
+_merge_op = torch.library.custom_op("cascade_lab::merge_across_ranks", _merge_over_group, mutates_args=())
+_merge_op.register_autograd(_merge_backward, setup_context=_keep)
+_merge_backward_op = torch.library.custom_op(
+    "cascade_lab::merge_across_ranks_backward", _merge_over_group_backward, mutates_args=()
+)
+
+
+@_merge_op.register_fake
+def _(o, lse, group_name, mode, algorithm, wire_dtype, out_dtype, backend):
+    T, H, D = o.shape
+    if mode == "scatter":
+        H = H // dist.get_world_size(_resolve_process_group(group_name))
+    return o.new_empty((T, H, D), dtype=out_dtype), lse.new_empty((T, H))
+
+
+@_merge_backward_op.register_fake
+def _(o_s, lse_s, o, lse, grad_o, grad_lse, group_name, mode):
+    return torch.empty_like(o_s, memory_format=torch.contiguous_format), lse_s.new_empty(lse_s.shape)

@@ -1,0 +1,407 @@
+"""Who holds what when a context is shared out to ranks: pages of a cached plan, tokens of a prompt, and their ledgers.
+
+A plan's keys are dealt out so that each row still sees each of its keys once, on one rank; the ranks' states then merge
+as any levels' do (claim 1). Reads and pairs of the ranks add up to the plan's own. A prompt's rows are not alike: row t
+has t pairs, so equal slices are unequal work (claim 3). With 2W slices, rank r taking r and 2W - 1 - r, each pair of
+slices holds the same area:
+
+    c (r c) + c (2W - 1 - r) c + 2 c (c + 1)/2 = c^2 (2W - 1) + c (c + 1),    c = N / 2W, whatever r.
+
+Nothing here communicates: `distributed` runs these plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from cascade_lab import paging
+from cascade_lab.levels import Ledger, Level, check_at_least, ledger
+from cascade_lab.regions import Dense, Region, check_length
+
+PAGE_LAYOUTS = ("contiguous", "interleaved")
+TOKEN_LAYOUTS = ("contiguous", "zigzag")
+
+Slices = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a plan.
+
+    Attributes:
+        levels: the plan over this rank's own pages; every rank has as many, over the same rows.
+        page_ids: `[num_pages]` int64, for each page of this rank's cache the page of the whole cache that it holds:
+            `k_cache[page_ids]` is the rank's cache.
+        replicated: the levels that every rank holds whole, by index. Their requests are dealt out to be read once.
+    """
+
+    levels: tuple[Level, ...]
+    page_ids: torch.Tensor
+    replicated: tuple[int, ...] = ()
+
+
+def shard_levels(
+    levels: Sequence[Level],
+    rank: int,
+    world_size: int,
+    *,
+    layout: str = "contiguous",
+    replicated: Collection[int] = (),
+) -> Shard:
+    """Deal the pages of a plan out to ranks, by their place in each request.
+
+    Page j of a request's n pages goes to rank r with r n // W <= j < (r + 1) n // W ("contiguous"), or to rank j mod W
+    ("interleaved"), so a growing request keeps its pages where they are.
+
+    Args:
+        levels: the whole plan, in pages of the whole cache. Sharded levels have one page size, the cache's own, and
+            neither a causal nor a tree mask: rows are aligned to the end of keys that another rank may hold.
+        rank, world_size: this rank and the number of ranks.
+        layout: "contiguous" or "interleaved".
+        replicated: indices of levels that every rank holds whole, such as drafts; any page size that divides the
+            cache's, any mask.
+
+    Raises:
+        TypeError, ValueError: an argument out of range, or a level that cannot be sharded.
+    """
+    _check_rank(rank, world_size)
+    _check_layout(layout, PAGE_LAYOUTS)
+    replicated = check_replicated(replicated, len(levels))
+    page_size = max((level.page_size for level in levels), default=1)
+    parts, kept = [], []
+    for i, level in enumerate(levels):
+        if i in replicated:
+            coarse = _pages_read(level) * level.page_size // page_size
+            parts.append(level)
+        else:
+            if level.causal or level.tree_mask is not None or level.page_size != page_size:
+                raise ValueError(
+                    f"levels[{i}] {level.name!r}: expected a level in pages of {page_size} without causal or tree_mask "
+                    f"to be sharded, given page_size={level.page_size}, causal={level.causal}, "
+                    f"{'a' if level.tree_mask is not None else 'no'} tree_mask; split its rows' own keys off into a "
+                    f"level of their own and name that in replicated"
+                )
+            parts.append(_own_pages(level, rank, world_size, layout))
+            coarse = _pages_read(parts[-1])
+        kept.append(coarse)
+    page_ids, first = np.unique(np.concatenate(kept) if kept else np.zeros(0, np.int64), return_index=True)
+    page_ids = page_ids[np.argsort(first)]  # in the order of the requests, so that a request's pages lie together
+    return Shard(
+        tuple(_renumber(level, page_ids, page_size) for level in parts), torch.from_numpy(page_ids), tuple(replicated)
+    )
+
+
+def deal_level(level: Level, rank: int, world_size: int) -> Level:
+    """This rank's part of a level that every rank holds: the keys of request i are read on rank i mod W alone."""
+    requests = len(level.cache_seqlens)
+    own = torch.arange(requests, device=level.cache_seqlens.device) % world_size == rank
+    tails = level.tail_seqlens
+    if level.tree_mask is not None:
+        tails = level.cu_seqlens_q.diff().to(torch.int32) if tails is None else tails
+        tails = torch.where(own, tails, 0)
+    return replace(level, cache_seqlens=torch.where(own, level.cache_seqlens, 0), tail_seqlens=tails)
+
+
+def split_tokens(n: int, world_size: int, layout: str = "zigzag") -> tuple[Slices, ...]:
+    """The half-open slices [start, stop) of a prompt's n tokens that each rank holds, rising.
+
+    "contiguous": rank r has [r n // W, (r + 1) n // W). "zigzag": of 2W such slices rank r has r and 2W - 1 - r.
+
+    Raises:
+        ValueError: a negative n, no rank, or an unknown layout.
+    """
+    check_length("n", n)
+    check_length("world_size", world_size, 1)
+    _check_layout(layout, TOKEN_LAYOUTS)
+    count = world_size if layout == "contiguous" else 2 * world_size
+    slices = [(i * n // count, (i + 1) * n // count) for i in range(count)]
+    if layout == "contiguous":
+        return tuple((piece,) for piece in slices)
+    return tuple((slices[r], slices[-1 - r]) for r in range(world_size))
+
+
+def rank_pairs(n: int, world_size: int, layout: str = "zigzag", region: Region | None = None) -> tuple[int, ...]:
+    """Exact pairs of each rank's rows: the sum of F(stop) - F(start) over its slices, F the region's total.
+
+    Args:
+        n, world_size, layout: as in `split_tokens`.
+        region: visible region of the rows; dense causal when absent.
+    """
+    region = Dense() if region is None else region
+    shares = split_tokens(n, world_size, layout)
+    return tuple(sum(region.total(stop) - region.total(start) for start, stop in slices) for slices in shares)
+
+
+def imbalance(pairs: Sequence[int]) -> Fraction:
+    """Largest share over mean share, exact: 1 is balanced, W is everything on one rank.
+
+    Raises:
+        ValueError: no rank, or no work at all.
+    """
+    if not sum(pairs):
+        raise ValueError(f"pairs: expected some work on at least one rank, given {list(pairs)}")
+    return Fraction(max(pairs) * len(pairs), sum(pairs))
+
+
+def ring_levels(
+    prompt_lens: Sequence[int], rank: int, holder: int, world_size: int, layout: str = "zigzag"
+) -> tuple[Level, ...]:
+    """The passes of one rank's rows over the keys that `holder` holds, as levels over the holder's packed tokens.
+
+    Rows and keys are packed by request, then by slice. A slice sees an earlier slice whole and itself causally, so
+    pairs are those of the prompt whatever the order in which holders come by. The page size is the greatest that
+    divides all slices, so the holder's `[tokens, H_kv, D]` keys are viewed as pages, not copied.
+
+    Args:
+        prompt_lens: tokens per request, the same on every rank.
+        rank, holder: whose rows, over whose keys.
+        world_size, layout: as in `split_tokens`.
+
+    Returns:
+        Levels that have something to read; none when all of the holder's tokens come later.
+    """
+    _check_rank(rank, world_size)
+    _check_rank(holder, world_size)
+    shares = [split_tokens(n, world_size, layout) for n in prompt_lens]
+    rows = [share[rank] for share in shares]
+    cu = _offsets([stop - start for slices in rows for start, stop in slices])
+    keys = [share[holder] for share in shares]
+    starts = _offsets([stop - start for slices in keys for start, stop in slices])
+    page_size = math.gcd(*(stop - start for slices in keys for start, stop in slices)) or 1
+    width = len(split_tokens(0, world_size, layout)[0])
+    seen = [[] for _ in range(width + 1)]  # per slice of the holder, then the slices' own triangles
+    for b, slices in enumerate(rows):
+        for own in slices:
+            for v, other in enumerate(keys[b]):
+                seen[v].append((starts[b * width + v], other[1] - other[0] if other[1] <= own[0] else 0))
+            same = [v for v, other in enumerate(keys[b]) if other == own]
+            v = same[0] if same else 0
+            seen[width].append((starts[b * width + v], own[1] - own[0] if same else 0))
+    levels = []
+    for v, reads in enumerate(seen):
+        lengths = [length for _, length in reads]
+        if any(lengths):
+            column = np.arange(max(lengths) // page_size)
+            table = np.array([start for start, _ in reads])[:, None] // page_size + column
+            table = np.where(column < np.array(lengths)[:, None] // page_size, table, -1)
+            levels.append(
+                Level(
+                    torch.tensor(cu, dtype=torch.int32),
+                    torch.from_numpy(table).to(torch.int32),
+                    torch.tensor(lengths, dtype=torch.int32),
+                    page_size,
+                    causal=v == width,
+                    name="own slices" if v == width else f"slice {v} of rank {holder}",
+                    max_seqlen_q=max(np.diff(cu).tolist(), default=0),
+                )
+            )
+    return tuple(levels)
+
+
+@dataclass(frozen=True)
+class RankLedger:
+    """What one rank loads, computes and sends, in exact integers.
+
+    Attributes:
+        rank: of how many is the length of the list it stands in.
+        kv_tokens, pairs: as in `Ledger`, of this rank's levels.
+        bytes_sent: payload that this rank puts on the wire, headers of the transport not counted.
+    """
+
+    rank: int
+    kv_tokens: int
+    pairs: int
+    bytes_sent: int
+
+
+def sharded_ledgers(
+    levels: Sequence[Level],
+    world_size: int,
+    *,
+    layout: str = "contiguous",
+    replicated: Collection[int] = (),
+    bytes_sent: int = 0,
+) -> list[RankLedger]:
+    """The ledger of each rank of a sharded plan; kv_tokens and pairs add up to `ledger(levels)`.
+
+    Args:
+        levels, world_size, layout, replicated: as in `shard_levels`.
+        bytes_sent: by each rank for the merge, from `distributed.merge_bytes`.
+    """
+    ledgers = []
+    for rank in range(world_size):
+        shard = shard_levels(levels, rank, world_size, layout=layout, replicated=replicated)
+        counts = ledger(own_levels(shard, rank, world_size))
+        ledgers.append(RankLedger(rank, counts.kv_tokens, counts.pairs, bytes_sent))
+    return ledgers
+
+
+def ring_ledgers(
+    prompt_lens: Sequence[int], world_size: int, *, layout: str = "zigzag", bytes_per_token: int
+) -> list[RankLedger]:
+    """The ledger of each rank of a prefill whose keys pass round; pairs add up to the prompts' interactions.
+
+    A slice's rows read all earlier slices, so kv_tokens add up to those of the same slices on one rank, and not to the
+    prompt's length.
+
+    Args:
+        prompt_lens, world_size, layout: as in `ring_levels`.
+        bytes_per_token: of keys and values on the wire, H_kv (D + D_v) itemsize.
+    """
+    check_at_least("bytes_per_token", bytes_per_token, 0)
+    held = held_tokens(prompt_lens, world_size, layout)
+    ledgers = []
+    for rank in range(world_size):
+        plans = [ring_levels(prompt_lens, rank, holder, world_size, layout) for holder in range(world_size)]
+        counts: list[Ledger] = [ledger(plan) for plan in plans if plan]
+        # it hands on everything but what its successor already has
+        passed_on = sum(held) - held[(rank + 1) % world_size] if world_size > 1 else 0
+        ledgers.append(
+            RankLedger(
+                rank, sum(x.kv_tokens for x in counts), sum(x.pairs for x in counts), passed_on * bytes_per_token
+            )
+        )
+    return ledgers
+
+
+def own_levels(shard: Shard, rank: int, world_size: int) -> list[Level]:
+    """The levels that a rank really reads: sharded ones as they are, replicated ones dealt out."""
+    return [
+        deal_level(level, rank, world_size) if i in shard.replicated else level for i, level in enumerate(shard.levels)
+    ]
+
+
+def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: str = "zigzag") -> list[int]:
+    """Tokens that each rank holds of all prompts."""
+    shares = [split_tokens(n, world_size, layout) for n in prompt_lens]
+    return [sum(stop - start for share in shares for start, stop in share[rank]) for rank in range(world_size)]
+
+
+def check_replicated(replicated: Collection[int], num_levels: int) -> tuple[int, ...]:
+    """The indices, sorted.
+
+    Raises:
+        TypeError, ValueError: not a collection of different indices of levels.
+    """
+    if isinstance(replicated, str) or not isinstance(replicated, Collection):
+        raise TypeError(f"replicated: expected indices of levels, given {replicated!r}")
+    for i in replicated:
+        check_at_least("replicated", i, 0)
+        if i >= num_levels:
+            raise ValueError(f"replicated: expected indices below {num_levels}, the number of levels, given {i}")
+    if len(set(replicated)) != len(replicated):
+        raise ValueError(f"replicated: expected each level once, given {sorted(replicated)}")
+    return tuple(sorted(replicated))
+
+
+def key_rectangles(levels: Sequence[Level], page_ids: torch.Tensor, page_size: int) -> np.ndarray:
+    """What the rows of `levels` read: `[n, 5]` int64 of slot start, slot stop, row start, row stop, level.
+
+    Slots are of the whole cache, page_ids x page_size + offset, so the keys of different ranks can be compared.
+    """
+    ids = page_ids.cpu().numpy().astype(np.int64)
+    parts = [np.zeros((0, 5), np.int64)]
+    for i, level in enumerate(levels):
+        cu = level.cu_seqlens_q.cpu().numpy().astype(np.int64)
+        table = level.page_table.cpu().numpy().astype(np.int64)
+        left = level.cache_seqlens.cpu().numpy().astype(np.int64)[:, None]
+        left = left - np.arange(table.shape[1]) * level.page_size
+        request, column = np.nonzero((left > 0) & (np.diff(cu) > 0)[:, None])
+        fine = table[request, column] * level.page_size
+        start = ids[fine // page_size] * page_size + fine % page_size
+        stop = start + np.minimum(left[request, column], level.page_size)
+        parts.append(np.stack((start, stop, cu[request], cu[request + 1], np.full_like(start, i)), axis=1))
+    return np.concatenate(parts)
+
+
+def check_counted_once(rectangles: np.ndarray) -> None:
+    """Refuse a plan in which a row reads a slot twice, be it on one rank or on two.
+
+    A key that a level's mask hides counts as read.
+
+    Args:
+        rectangles: `[n, 6]` int64, those of `key_rectangles` and the rank as a last column, of all ranks.
+
+    Raises:
+        ValueError: naming the slot, the row, and the two places that count it.
+    """
+    start, stop = rectangles[:, 0], rectangles[:, 1]
+    edges = np.unique(np.concatenate((start, stop)))
+    first, last = np.searchsorted(edges, start), np.searchsorted(edges, stop)
+    # one entry for each stretch between edges that a rectangle covers
+    origin = np.repeat(np.arange(len(rectangles)), last - first)
+    stretch = np.arange(len(origin)) - np.repeat((last - first).cumsum() - (last - first) - first, last - first)
+    order = np.lexsort((rectangles[origin, 2], stretch))
+    origin, stretch = origin[order], stretch[order]
+    rows_meet = rectangles[origin[1:], 2] < rectangles[origin[:-1], 3]
+    clash = np.flatnonzero((stretch[1:] == stretch[:-1]) & rows_meet)
+    if len(clash):
+        one, other = rectangles[origin[clash[0]]], rectangles[origin[clash[0] + 1]]
+        raise ValueError(
+            f"levels: expected each key of a row once over all ranks, given slot {edges[stretch[clash[0]]]} twice for "
+            f"row {other[2]}: in levels[{one[4]}] on rank {one[5]} and in levels[{other[4]}] on rank {other[5]}"
+        )
+
+
+def _own_pages(level: Level, rank: int, world_size: int, layout: str) -> Level:
+    """The level over the pages that `rank` owns, still in pages of the whole cache."""
+    keys = level.cache_seqlens.cpu().numpy().astype(np.int64)
+    table = level.page_table.cpu().numpy()
+    pages = paging.pages_needed(keys, level.page_size)
+    column = np.arange(table.shape[1])
+    if layout == "interleaved":
+        own = (column % world_size == rank) & (column < pages[:, None])
+    else:
+        own = (column >= (rank * pages // world_size)[:, None]) & (column < ((rank + 1) * pages // world_size)[:, None])
+    tokens = np.where(own, np.minimum(keys[:, None] - column * level.page_size, level.page_size), 0).sum(1)
+    counts = own.sum(1)
+    mine = np.full((len(table), counts.max(initial=0)), -1, np.int32)
+    mine[np.arange(mine.shape[1]) < counts[:, None]] = table[own]
+    device = level.page_table.device
+    return replace(
+        level,
+        page_table=torch.from_numpy(mine).to(device),
+        cache_seqlens=torch.from_numpy(tokens.astype(np.int32)).to(device),
+    )
+
+
+def _pages_read(level: Level) -> np.ndarray:
+    """Page ids that the level's lengths cover, request after request, int64."""
+    table = level.page_table.cpu().numpy()
+    pages = paging.pages_needed(level.cache_seqlens.cpu().numpy().astype(np.int64), level.page_size)
+    return table[np.arange(table.shape[1]) < pages[:, None]].astype(np.int64)
+
+
+def _renumber(level: Level, page_ids: np.ndarray, page_size: int) -> Level:
+    """The level in pages of a cache that holds `page_ids`; entries past the lengths become -1."""
+    table = level.page_table.cpu().numpy().astype(np.int64)
+    pages = paging.pages_needed(level.cache_seqlens.cpu().numpy().astype(np.int64), level.page_size)
+    used = np.arange(table.shape[1]) < pages[:, None]
+    parts = page_size // level.page_size
+    order = np.argsort(page_ids)
+    place = order[np.searchsorted(page_ids[order], table[used] // parts)]
+    local = np.full_like(table, -1)
+    local[used] = place * parts + table[used] % parts
+    return replace(level, page_table=torch.from_numpy(local.astype(np.int32)).to(level.page_table.device))
+
+
+def _offsets(lengths: Sequence[int]) -> list[int]:
+    return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).tolist()
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    check_at_least("world_size", world_size, 1)
+    check_at_least("rank", rank, 0)
+    if rank >= world_size:
+        raise ValueError(f"rank: expected a number below world_size = {world_size}, given {rank}")
+
+
+def _check_layout(layout: str, known: tuple[str, ...]) -> None:
+    if layout not in known:
+        raise ValueError(f"layout: expected one of {known}, given {layout!r}")
