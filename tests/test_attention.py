@@ -67,6 +67,29 @@ def test_scale_and_softcap(backend, device, loads, options):
     check(attention_case(ROWS, LENGTHS, device=device, **options), backend, loads)
 
 
+def test_the_scale_enters_once(backend, device):
+    """K8: D = 64, raw scores [8, 0], scale 0.125: weights e / (e + 1) and lse = ln(e + 1) = 1.31326."""
+    q, k = torch.zeros(1, 1, 64, device=device), torch.zeros(1, 2, 1, 64, device=device)
+    q[..., 0], k[0, 0, 0, 0] = 8.0, 1.0
+    v = torch.tensor([1.0, 0.0], device=device).view(1, 2, 1, 1)
+    for scale in (None, 0.125):
+        state = attention(q, k, v, int32([[0]], device), int32([2], device), softmax_scale=scale, backend=backend)
+        assert state.o.item() == pytest.approx(math.e / (math.e + 1), rel=1e-6)
+        assert state.lse.item() == pytest.approx(1.3132616875, rel=1e-6)
+
+
+def test_lopsided_parts_merge_in_natural_logarithms(backend, device):
+    """K6: all scores 0, 4096 keys of value 0 in one pass and 16 of value 1 in another: o = 16 / 4112."""
+    parts = []
+    for keys, value in ((4096, 0.0), (16, 1.0)):
+        k = torch.zeros(1, keys, 1, 16, device=device)
+        arguments = (torch.ones(2, 1, 16, device=device), k, k + value, int32([[0]], device), int32([keys], device))
+        parts.append(attention(*arguments, cu_seqlens_q=int32([0, 2], device), backend=backend))
+    merged = merge_state(*parts[0], *parts[1], backend=backend)
+    torch.testing.assert_close(merged.o, torch.full_like(merged.o, 16 / 4112), rtol=1e-5, atol=0)
+    torch.testing.assert_close(merged.lse, torch.full_like(merged.lse, math.log(4112)), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page", [1, 3, 16, 64, 256])
 def test_page_size_does_not_matter(backend, device, loads, page, dtype):
@@ -168,6 +191,37 @@ def test_windows_on_every_small_shape(backend, device, loads, left, right):
     rows, lengths = [q for q, _ in SMALL], [k for _, k in SMALL]
     case = attention_case(rows, lengths, heads=(1, 1), dim=4, page=2, device=device, window_size=(left, right))
     check(case, backend, loads)
+
+
+@pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="watches the interpreter divide")
+@pytest.mark.parametrize("rule", [*RULES, "tree"])
+def test_no_negative_number_is_divided(rule, monkeypatch):
+    """K49: // and % round down in Python and toward zero when compiled; no operand makes a difference."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    divided = []
+
+    def watch(name):
+        operation = getattr(InterpreterBuilder, name)
+
+        def watched(self, lhs, rhs):
+            divided.append(min(int(lhs.data.min()), int(rhs.data.min())))
+            return operation(self, lhs, rhs)
+
+        monkeypatch.setattr(InterpreterBuilder, name, watched)
+
+    for name in ("create_sdiv", "create_srem"):
+        watch(name)
+    rows, lengths = [2, 5, 0, 4, 20], [5, 2, 3, 0, 33]
+    for page in (3, 4):
+        case = attention_case(rows, lengths, page=page, heads=(2, 1), dim=4, **RULES.get(rule, {}))
+        if rule == "tree":
+            tails = int32([2, 2, 0, 0, 20])
+            case = case.with_options(tree_mask=tree_mask([[-1] * n for n in rows]), tail_seqlens=tails)
+        for num_splits in (1, 3):
+            check(case, "triton", num_splits=num_splits)
+    assert len(divided) > 100
+    assert min(divided) >= 0
 
 
 def seen(backend, rows, keys, device, **options):
@@ -288,6 +342,15 @@ def test_number_of_splits_does_not_matter(backend, device, loads, num_splits, ru
     check(case, backend, loads, num_splits=num_splits)
 
 
+def test_three_keys_in_any_number_of_splits(backend, device, loads):
+    """K17: 3 keys, and 2 beside them, in 1, 3 and 8 splits: one state."""
+    case = attention_case([2, 1], [3, 2], device=device)
+    states = [run(case, backend, loads, num_splits=n) for n in (1, 3, 8)]
+    for state in states:
+        assert_state_close(state, case.reference())
+        assert_state_close(state, states[0])
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_out_dtype(backend, device, loads, out_dtype, num_splits):
@@ -404,6 +467,20 @@ def test_shifted_scores_shift_only_the_lse(backend, device, loads, height, rule)
     torch.testing.assert_close(shifted.o, base.o, rtol=0, atol=3 * slack + 1e-6)
     torch.testing.assert_close(shifted.lse[~empty], base.lse[~empty] + height, rtol=0, atol=slack)
     assert torch.equal(shifted.lse[empty], base.lse[empty])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("height", [1e30, -1e30, 2.3e38, -2.3e38, 1e-40])
+def test_no_finite_score_stands_for_a_missing_one(backend, device, height):
+    """Requirement 3: keys of one score share the weight, also where a mask made of a large number would hide them."""
+    q, k = torch.zeros(2, 1, 4, device=device), torch.zeros(2, 4, 1, 4, device=device)
+    q[..., 0], k[..., 0] = 1.0, height
+    v = torch.arange(8.0, device=device).view(2, 4, 1, 1)
+    arguments = (int32([[0], [1]], device), int32([4, 3], device))
+    state = attention(q, k, v, *arguments, softmax_scale=1.0, backend=backend)
+    torch.testing.assert_close(state.o.flatten().tolist(), [1.5, 5.0], rtol=1e-6, atol=0)
+    expected = [height + math.log(4), height + math.log(3)]
+    torch.testing.assert_close(state.lse.flatten().tolist(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -53,6 +53,7 @@ def test_everything_follows_from_parent_links(parents):
 
 
 def test_node_sees_its_ancestors_and_itself_but_no_sibling_or_cousin():
+    """K25: 1 and 2 under 0, 3 under 1, 4 under 2."""
     tree = DraftTree([-1, 0, 0, 1, 2])
     assert (seen_by(tree, 1), seen_by(tree, 2)) == ({0, 1}, {0, 2})
     assert seen_by(tree, 3) == {0, 1, 3}
@@ -74,7 +75,7 @@ def test_every_storage_order_gives_the_same_tree(parents):
 
 
 def test_children_stand_below_their_parents_wherever_they_are_stored():
-    """A frontier at 11 and 12, and both new children under the node at 12: they stand at 13, not at 12 and 13."""
+    """K24: a frontier at 11 and 12, both new children under the node at 12: they stand at 13, not at 12 and 13."""
     tree = DraftTree([-1, 0, 1, 1])
     assert tree.positions(11).tolist() == [11, 12, 13, 13]
     assert DraftTree.chain(2).positions(7).tolist() == [7, 8]
@@ -98,7 +99,7 @@ def test_the_sign_bit_is_an_ordinary_bit():
 
 
 def test_branches_are_stored_branch_after_branch():
-    """3 branches of 2 steps in slots 100 to 105: branch 0 is [100, 101]; step-major order would make it [100, 103]."""
+    """K37: 3 branches of 2 steps in slots 100 to 105: branch 0 is [100, 101], and step-major would be [100, 103]."""
     tree = DraftTree.branches(3, 2)
     assert tree.parents == (-1, 0, -1, 2, -1, 4)
     slots = torch.arange(100, 106)
@@ -335,6 +336,7 @@ def test_page_table_must_be_int32():
 
 
 def test_a_cache_too_small_is_refused_with_both_numbers():
+    """K22: the pages a batch needs are known beforehand, and are what an engine's own count is held against."""
     trees = [DraftTree.branches(4, 5), DraftTree(CHAIN)]
     assert VerifyBatch([30, 3], trees, 16).num_pages == 5
     assert VerifyBatch([30, 3], trees, 16, num_pages=5).num_pages == 5
@@ -388,7 +390,7 @@ def test_unknown_plans_and_requests_are_named():
 
 @pytest.mark.parametrize("plan", ["naive", "cascade"])
 def test_seven_prefix_tokens_in_pages_of_four_cost_21_copied_tokens(plan):
-    """Prefix in slots 4 to 10, tail [8, 9, 10], 8 branches of two new pages: 7 x 3 copies, one branch keeps its own."""
+    """K20: prefix in slots 4 to 10, tail [8, 9, 10], 8 branches of two pages: 7 x 3 copies, one keeps its own."""
     table = int32([[1, 2, *range(3, 14)]])
     case = verify_case([7], [list(DraftTree.branches(8, 5).parents)], rows="branch", page=4, page_table=table)
     copies = case.batch.copied_tails(plan)
@@ -396,6 +398,17 @@ def test_seven_prefix_tokens_in_pages_of_four_cost_21_copied_tokens(plan):
     assert copies.tail_tokens == 21
     from_tail = torch.isin(copies.src, torch.tensor([8, 9, 10]))
     assert int(from_tail.sum()) == 21
+    # after copying slot numbers as if they were tokens, each branch reads the same 7 and then its own 5
+    holds = torch.arange(copies.num_pages * 4)
+    holds[copies.dst] = holds[copies.src]
+    for branch in range(8):
+        read = []
+        for level in copies.levels:
+            r = branch if len(level.cache_seqlens) == 8 else 0
+            slots = paging.token_slots(level.page_table, r, int(level.cache_seqlens[r]), level.page_size)
+            read += holds[slots].tolist()
+        drafts = case.batch.draft_slots(0)[5 * branch : 5 * branch + 5].tolist()
+        assert read == [4, 5, 6, 7, 8, 9, 10, *drafts]
     # 8 branches x 2 pages are what the capacity formula counts, one of them already there
     assert (copies.num_pages - case.batch.num_pages) * 4 == paging.branch_capacity(7, 8, 5, 4) * 7 // 8
 
@@ -404,7 +417,7 @@ def test_seven_prefix_tokens_in_pages_of_four_cost_21_copied_tokens(plan):
 @pytest.mark.parametrize("plan", ["naive", "cascade"])
 @pytest.mark.parametrize("page", [4, 16])
 def test_copied_tails_give_the_result_of_single_token_pages(backend, device, loads, plan, page, rows):
-    """The index of a partial page is not enough: each row's own page must hold the prefix tokens themselves."""
+    """K20: the index of a partial page is not enough, each row's own page must hold the prefix tokens themselves."""
     case = verify_case([7, 0, 16, 5], [FORK, STAR, None, CHAIN], rows=rows, page=page, heads=(2, 1), device=device)
     copies = case.batch.copied_tails(plan)
     assert {level.page_size for level in copies.levels} == {page}
@@ -426,7 +439,7 @@ def test_copied_tails_give_the_result_of_single_token_pages(backend, device, loa
 @pytest.mark.parametrize("rows", ["node", "branch"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_each_pass_counts_its_own_rows(plan, rows):
-    """Offsets of every level run from 0 to T in steps of that level's own requests."""
+    """K29: offsets of every level run from 0 to T in steps of that level's own requests."""
     batch = VerifyBatch([9, 12, 8], [DraftTree(FORK), None, DraftTree(CHAIN)], 4, rows, shared_prefix_len=8)
     levels = batch.levels(plan)
     per_request = [len(row_ends(parents, rows)) for parents in (FORK, None, CHAIN)]
@@ -440,14 +453,36 @@ def test_each_pass_counts_its_own_rows(plan, rows):
         assert {x.dtype for x in (level.cu_seqlens_q, level.cache_seqlens, level.page_table)} == {torch.int32}
 
 
+def test_a_common_prefix_is_one_sequence_of_all_queries():
+    """K29: 4 requests of 1 query over one prefix are 1 x 4 rows in its pass; with prefixes of their own, 4 x 1."""
+    trees = [DraftTree([-1])] * 4
+    shared, _, draft = VerifyBatch([8, 9, 8, 12], trees, 4, shared_prefix_len=8).levels("cascade")
+    assert (shared.cu_seqlens_q.tolist(), shared.cache_seqlens.tolist()) == ([0, 4], [8])
+    assert draft.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    prefix, draft = VerifyBatch([8, 9, 8, 12], [DraftTree.branches(2, 3)] * 4, 4).levels("cascade")
+    assert prefix.cu_seqlens_q.tolist() == [0, 6, 12, 18, 24]
+    assert draft.cu_seqlens_q.tolist() == list(range(25))
+
+
 @pytest.mark.parametrize("topk", [1, 4])
 def test_draft_tables_are_as_wide_as_the_paths_they_hold(backend, device, loads, topk):
-    """3 steps of 4 branches are 12 draft tokens, and a row reads at most 3: the loop ends with the table."""
+    """K23: 3 steps of 4 branches are 12 draft tokens, and a row reads at most 3: the loop ends with the table."""
     case = verify_case([6, 2], [list(DraftTree.branches(topk, 3).parents)] * 2, rows="branch", page=4, device=device)
     draft = case.batch.levels("cascade")[1]
     assert draft.page_table.shape == (2 * topk, 3)
     assert draft.cache_seqlens.tolist() == [3] * 2 * topk
     check_levels(case, case.batch.levels("cascade"), backend, loads)
+
+
+def test_eight_draft_tokens_in_four_columns(backend, device, loads):
+    """K23: a root, 3 steps below it and 4 more nodes: 8 draft tokens, but paths and columns of at most 4."""
+    parents = [-1, 0, 1, 2, 0, 0, 1, 4]
+    case = verify_case([6, 2], [parents, CHAIN], page=4, heads=(2, 1), device=device)
+    levels = case.batch.levels("cascade")
+    assert levels[1].page_table.shape == (8 + 3, 4)
+    counted = torch.zeros(1, dtype=torch.int64, device=device)
+    check_levels(case, levels, backend, loads, reads=counted)
+    assert counted.tolist() == [6 + 2 + sum(len(path_to(parents, i)) for i in range(8)) + 6]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -1,8 +1,10 @@
 """What the kernels are written with: only what both modes of every supported Triton know."""
 
 import ast
+import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +37,15 @@ def test_vendor_launch_options_stay_with_their_vendor():
     """K55: a register limit is an option of one vendor's compiler."""
     for head_dim in (64, 128, 256, 576):
         assert all(tile.max_registers is None for tile in tiles("gfx942", head_dim))
+
+
+@pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Triton is not installed")
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_array_lies_beside_a_kernel(path):
+    """K46: the interpreter of some versions trips over arrays among the names of a kernel's module."""
+    name = ".".join(("cascade_lab", "backends", "triton", *([path.stem] if path.stem != "__init__" else [])))
+    names = vars(importlib.import_module(name))
+    assert [key for key, value in names.items() if isinstance(value, (np.ndarray, torch.Tensor))] == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -137,6 +137,7 @@ def test_every_direct_dependency_is_pinned_inside_its_range():
 
 
 def test_the_versions_that_run_are_the_tested_set():
+    """K46, K74: Triton and NumPy, pytest and nbval run as the pairs that were tested together."""
     names = ["torch", "numpy", "papermill", "nbval", "pytest", *(["triton"] if sys.platform == "linux" else [])]
     ours = {name: version(name).split("+")[0] for name in names}
     assert {name: str(pins()[name].specifier) for name in ours} == {name: f"=={each}" for name, each in ours.items()}

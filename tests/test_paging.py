@@ -47,6 +47,7 @@ def test_pages_needed(length, page_size, pages):
 
 
 def test_slots_start_at_whole_pages_not_at_the_sum_of_lengths():
+    """K35: lengths 5 and 7 in pages of 4 start at slots 0 and 8."""
     table = paging.build_page_table([5, 7], 4)
     assert paging.token_slots(table, 0, 5, 4).tolist() == [0, 1, 2, 3, 4]
     assert paging.token_slots(table, 1, 7, 4).tolist() == [8, 9, 10, 11, 12, 13, 14]
@@ -73,6 +74,7 @@ def test_slots_of_more_tokens_than_the_row_holds_are_refused(length):
 
 @pytest.mark.parametrize(("length", "pages", "last"), [(100, 7, 4), (8, 1, 8), (16, 1, 16), (17, 2, 1), (0, 0, 0)])
 def test_last_page_length_counts_tokens_not_pages(length, pages, last):
+    """K33: 100 tokens in pages of 16 are 7 pages, the last of 4."""
     table = paging.build_page_table([3, length], 16)
     indptr, indices, last_page_len = paging.page_table_to_csr(table, int32([3, length]), 16)
     assert indptr.tolist() == [0, 1, 1 + pages]
@@ -81,6 +83,7 @@ def test_last_page_length_counts_tokens_not_pages(length, pages, last):
 
 
 def test_a_full_last_page_has_the_length_of_a_page():
+    """K33: 8 tokens in pages of 4 end in a page of 4, not of 0."""
     _, _, last = paging.page_table_to_csr(paging.build_page_table([8, 4], 4), int32([8, 4]), 4)
     assert last.tolist() == [4, 4]
 
@@ -138,6 +141,7 @@ def test_attention_over_a_table_from_csr(backend, device, loads):
     ],
 )
 def test_broken_csr_is_refused(indptr, last, message):
+    """K33: a last page holds 1 to page_size tokens, and 0 only where there is no page."""
     with pytest.raises(ValueError, match=message):
         paging.page_table_from_csr(int32(indptr), int32([0, 1, 2]), int32(last), 4)
 
@@ -184,7 +188,7 @@ def test_wrong_sizes_are_named(call, message):
     ],
 )
 def test_branch_capacity_counts_whole_pages_of_every_branch(prefix, branches, steps, page, slots):
-    """30 tokens, page 16, 5 steps, 4 branches: 14 + 5 tokens are two pages a branch, 128 slots and not 20."""
+    """K22: 30 tokens, page 16, 5 steps, 4 branches: 14 + 5 tokens are two pages a branch, 128 slots and not 20."""
     assert paging.branch_capacity(prefix, branches, steps, page) == slots
     tail = prefix
     while tail >= page:
@@ -193,7 +197,7 @@ def test_branch_capacity_counts_whole_pages_of_every_branch(prefix, branches, st
 
 
 def test_sharing_is_found_by_comparing_page_ids():
-    """Eight readers hold references to one first page, and seven of them are gone: the survivors share nothing."""
+    """K28: of 15 requests the 8 survivors have 8 first pages, however many references one of these still counts."""
     survivors = int32([[page, 20 + page] for page in range(8)])
     lengths = int32([256] * 8)
     assert paging.shared_prefix_len(survivors, lengths, lengths, 128) == 0

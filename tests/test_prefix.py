@@ -62,17 +62,20 @@ def test_the_eight_by_eight_triangle_cut_at_four():
 
 
 def test_convention_is_exact_not_the_square_nor_its_half():
+    """K61: N = 4 has 10 pairs, its full square 16, half of it 8."""
     assert interactions(4) == 10
     assert 4 * 4 == 16
     assert 4 * 4 / 2 == 8
 
 
 def test_a_chunk_on_a_prefix_is_a_rectangle_and_a_triangle():
+    """K57: a chunk of 8192 tokens on as many cached ones."""
     assert interactions(16384, 8192) == 8192 * 8192 + 8192 * 8193 // 2 == 100_667_392
     assert interactions(8192) == 33_558_528
 
 
 def test_requests_are_summed_after_squaring():
+    """K58: two prefills of 100 tokens are not one of 200."""
     assert interactions(100) + interactions(100) == 10_100
     assert interactions(200) == 20_100
 
@@ -121,7 +124,7 @@ def test_limit_is_reached_like_one_over_n():
 
 
 def test_whole_prompt_is_matched_first_and_the_rest_chunked():
-    """Identical prompts, chunks of 8192: the reuse is the whole prompt but its last page, not one chunk."""
+    """K64: identical prompts, chunks of 8192: the reuse is the whole prompt but its last page, not one chunk."""
     for n in (16_384, 122_880):
         hit = effective_hit(n, n, 16)
         assert hit == n - 16
@@ -150,10 +153,12 @@ def test_whole_prompt_is_matched_first_and_the_rest_chunked():
     ],
 )
 def test_effective_hit(cached, n, page, rule, expected):
+    """K62, K69: whole pages, at most n - 1 tokens; one engine never reuses the page that ends the prompt."""
     assert effective_hit(cached, n, page, rule=rule) == expected
 
 
 def test_effective_hit_always_leaves_a_token_and_whole_pages():
+    """K62: work is left at every hit."""
     for page in (1, 3, 16):
         for n in range(1, 70):
             hits = [effective_hit(cached, n, page) for cached in range(n + 3)]
@@ -163,12 +168,16 @@ def test_effective_hit_always_leaves_a_token_and_whole_pages():
 
 
 def test_pages_cost_half_a_page_on_average():
+    """K69: pages of 64 lose 31.5 tokens; what was cached and what is reused are two numbers."""
     lost = [cached - effective_hit(cached, 10**6, 64) for cached in range(640, 640 + 64)]
     assert Fraction(sum(lost), len(lost)) == Fraction(63, 2)
+    terms = hand_over(1000, 1024, 64)
+    assert (terms.effective_hit, terms.linear_scale) == (960, Fraction(64, 1024))
+    assert linear_remaining(1024, 1000) == Fraction(24, 1024)
 
 
 def test_hit_ratios_name_their_weighting():
-    """3,000 of 3,100 tokens reused is 0.968; (1000, 0) and (100, 90) are 0.082 by token and 0.45 by request."""
+    """K66, K67: 3,000 of 3,100 tokens reused is 0.968; (1000, 0) and (100, 90) are 0.082 by token, 0.45 by request."""
     assert float(1 - linear_remaining(3100, 3000)) == pytest.approx(0.96774, abs=5e-6)
     requests = [(1000, 0), (100, 90)]
     by_token = Fraction(sum(hit for _, hit in requests), sum(n for n, _ in requests))
@@ -467,7 +476,7 @@ def test_breakdown_takes_numbers_of_any_kind():
 
 
 def test_fixed_part_remains_at_the_highest_hits():
-    """h = 0.9459 with fixed, linear and quadratic parts: nowhere near a speed-up of 1 / (1 - h)."""
+    """K70: h = 0.9459 with fixed, linear and quadratic parts: nowhere near a speed-up of 1 / (1 - h)."""
     kinds = {"fixed": "fixed", "linear": "linear", "quadratic": "interaction"}
     parts = {"fixed": 10.0, "linear": 70.0, "quadratic": 20.0}
     n, hit = 10_000, 9459

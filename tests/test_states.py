@@ -168,6 +168,25 @@ def test_exponentials_are_shifted(backend, device, shift):
         assert state.lse.item() == pytest.approx(shift + math.log1p(math.exp(-gap)), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("lse", "weight", "total"),
+    [
+        ((-3.4028234e38, -3.4028234e38), 0.5, -3.4028234e38),
+        ((-1e30, -1e30), 0.5, -1e30),
+        ((-3e38, -3.3e38), 1.0, -3e38),
+        ((3.4e38, -3.4e38), 1.0, 3.4e38),
+        ((-3.4e38, 3.4e38), 0.0, 3.4e38),
+        ((0.0, 1e-38), 0.5, 0.6931472),
+    ],
+)
+def test_no_finite_lse_stands_for_an_empty_state(backend, device, lse, weight, total):
+    """Requirement 3: only infinity is empty, whatever large number a mask would be written with elsewhere."""
+    for state in both_ways(*one_row((1.0, lse[0]), (0.0, lse[1]), device=device), backend):
+        assert state.o[0, 0, 0].item() == pytest.approx(weight, rel=1e-6)
+        assert state.lse.item() == pytest.approx(total, rel=1e-6)
+
+
 def test_float64_states_keep_float64():
     """K5: lse (800, 799) overflows an unshifted float64 exponential; the merge is 800.31326168751822."""
     o, lse = one_row((1.0, 800.0), (0.0, 799.0))
@@ -318,6 +337,17 @@ def test_strided_lse_is_read_in_place(backend, device, layout, loads):
         assert loads["lse_a"].loaded_bytes == loads["lse_b"].loaded_bytes == T * H * 4
         assert loads["o_a"].loaded_bytes == loads["o_b"].loaded_bytes == T * H * D * 4
         assert loads.loaded_bytes - copies == 2 * T * H * (D + 1) * 4, "something else was read"
+
+
+def test_a_square_lse_is_read_as_its_layout_says(backend, device):
+    """Requirement 4: with T = H both layouts fit, so the shape refuses neither; the helper alone tells them apart."""
+    o, lse = make_states(5, 2, 5, 8, seed=33, device=device)
+    expected = merge_oracle(o, lse)
+    heads_first = lse[:, 1].t().contiguous()
+    view = states.lse_from_heads_first(heads_first)
+    assert_state_close(merge_state(o[:, 0], lse[:, 0], o[:, 1], view, backend=backend), expected)
+    wrong = merge_state(o[:, 0], lse[:, 0], o[:, 1], heads_first, backend=backend)
+    assert (wrong.lse.double().cpu() - expected.lse.cpu()).abs().max() > 0.1
 
 
 @pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="the recorder watches Triton's interpreter")

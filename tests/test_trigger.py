@@ -167,6 +167,7 @@ def test_nothing_to_verify_is_nothing_to_decide(trees):
 
 
 def test_the_reason_holds_the_numbers_of_the_prediction():
+    """K30: which plan, for what reason, with bytes, launches and seconds of either."""
     decision = should_cascade(branches(8, 4, 4000, 3), H100, **HEADS)
     naive, cascade, fused = (decision.predictions[plan] for plan in PLANS)
     assert decision.cascade
@@ -182,6 +183,7 @@ def test_the_reason_holds_the_numbers_of_the_prediction():
 
 
 def test_launches_decide_short_prefixes_and_bytes_long_ones():
+    """K30: the same batch wins or loses by its prefix and by the cost of a launch."""
     short, long = branches(8, 4, 400, 3), branches(8, 4, 16_384, 3)
     assert not should_cascade(short, H100, **HEADS).cascade
     assert should_cascade(long, H100, **HEADS).cascade
@@ -312,6 +314,7 @@ def test_published_cases_have_the_predicted_sign_or_a_stated_reason(case):
 
 
 def test_published_cases_include_losses_that_the_model_gets_right():
+    """K30: 8 heads on 1 over 4000 tokens (26 us against 19), and 128 beams over a prefix of 128 (0.52x)."""
     lost = [case for case in PUBLISHED if case.speedup < 1 and not case.wrong]
     assert len(lost) == 3
     assert {(c.prefix_len, c.branches, c.num_kv_heads) for c in lost} == {(4000, 8, 1), (128, 128, 8), (1024, 8, 4)}
