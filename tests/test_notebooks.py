@@ -1,15 +1,24 @@
-"""Every notebook runs under other parameters than the committed ones, makes the same claims, and all of them stand."""
+"""Every notebook runs under other parameters than the committed ones, makes the same claims, and all of them stand.
 
+What is committed of them depends on no machine, no library's wording and no timing of messages.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cascade_lab.evidence import notebooks
+from cascade_lab.evidence import canonical, notebooks
 from cascade_lab.evidence.claims import gather
 from cascade_lab.evidence.execution import load
 from cascade_lab.evidence.parameters import read_parameters
 
-FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+CHECKOUT = Path(__file__).resolve().parents[1]
+FOLDER = CHECKOUT / "notebooks"
 # For each notebook, named sets of values; a set names only what it changes.
 PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
     "01_lse_splitting": {
@@ -146,3 +155,112 @@ def test_claims_hold_under_other_parameters(name, label, tmp_path):
     for record in records:
         elsewhere = ["not measured here"] if record["instrument"] in ("timed", "recorded") else []
         assert record["verdict"] in ["holds", *elsewhere], record
+
+
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def code_cells(path):
+    return [cell for cell in load(path).cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_committed_notebooks_break_no_rule(path):
+    """K72, K73, K82: no stderr, no picture told by its size or address, an id of its own for every cell."""
+    assert canonical.problems(path) == []
+    ids = [cell["id"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    assert len(set(ids)) == len(ids) > 20
+    pictures = 0
+    for output in (output for cell in code_cells(path) for output in cell.outputs):
+        assert output.get("name") != "stderr"
+        if "image/png" in output.get("data", {}):
+            pictures += 1
+            assert output.data["text/plain"] == output.metadata["image/png"]["alt"]
+    assert pictures >= 2
+
+
+def plain(text, **data):
+    return {"output_type": "display_data", "metadata": {}, "data": {"text/plain": text, **data}}
+
+
+@pytest.mark.parametrize(
+    ("added", "problem"),
+    [
+        (
+            {"output_type": "stream", "name": "stderr", "text": "lib.py:3: DeprecationWarning: use new()"},
+            "stderr output 'lib.py:3: DeprecationWarning: use new()'",
+        ),
+        (plain("[<matplotlib.lines.Line2D at 0x7f3a5c0e1d90>]"), "object address 'at 0x7f3a5c0e1d90'"),
+        (
+            plain("<Figure size 640x480 with 1 Axes>", **{"image/png": "aGk="}),
+            "image/png output without alternative text",
+        ),
+        (None, "not in canonical form"),
+        ("elsewhere", "not in canonical form"),
+    ],
+    ids=["warning of a dependency", "bare plotting call", "bare figure", "no id", "id twice"],
+)
+@pytest.mark.filterwarnings("ignore:Cell is missing an id", "ignore:Non-unique cell id")
+def test_what_would_depend_on_libraries_is_refused(added, problem, tmp_path):
+    """K72, K73, K82: a cell that warns, one that ends in a plotting call, one without an id of its own."""
+    notebook = json.loads(PATHS[0].read_text(encoding="utf-8"))
+    notebook["cells"][0]["id"] = "elsewhere"
+    path = tmp_path / PATHS[0].name
+
+    def problems():
+        path.write_text(json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return canonical.problems(path)
+
+    assert problems() == []
+    number, cell = next((i, c) for i, c in enumerate(notebook["cells"], 1) if i > 3 and c["cell_type"] == "code")
+    if isinstance(added, dict):
+        cell["outputs"].append(added)
+        problem = f"cell {number}: {problem}"
+    elif added is None:
+        del cell["id"]
+    else:
+        cell["id"] = added
+    assert any(each.startswith(problem) for each in problems())
+
+
+def test_no_notebook_waits_for_long_output():
+    """K81: a cell shows at most a screen or two, so that no message is late."""
+    for path in PATHS:
+        for cell in code_cells(path):
+            texts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell.outputs]
+            assert sum(len(text.splitlines()) for text in texts) <= 80
+
+
+def test_ten_thousand_lines_arrive_whole(tmp_path):
+    """K81: limits are those that were set, not a front end's wait for the next message."""
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    notebook = load(PATHS[0])
+    head = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    cell = code_cells(PATHS[0])[-1]
+    cell["source"] = (
+        "from cascade_lab.evidence.claims import claim\nfor i in range(10_000):\n    print(i)\n"
+        "claim('1.1', 'lines', measured=i, expected=9_999)"
+    )
+    notebook.cells = [*head, cell]
+    (folder / "01_long.ipynb").write_text(canonical.text_of(notebook), encoding="utf-8")
+    assert notebooks.run(folder=folder, output=tmp_path / "build") == 0
+    texts = [output.text for output in code_cells(tmp_path / "build" / "01_long.ipynb")[-1].outputs if "text" in output]
+    assert "".join(texts).splitlines()[:10_000] == [str(i) for i in range(10_000)]
+
+
+def test_a_comparison_that_collects_no_cell_fails(tmp_path):
+    """K74: the command of `make test` on a folder without notebooks, and without its plugin, is no success."""
+    line = re.search(r"-m pytest notebooks (.*)$", (CHECKOUT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    options = shlex.split(line[1])
+    assert "--nbval" in options
+    assert any(option.startswith("--nbval-cell-timeout=") for option in options)
+    for extra, status in (((), 5), (("-p", "no:nbval"), 4)):
+        command = [sys.executable, "-m", "pytest", str(tmp_path), *options, *extra]
+        assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == status
+
+
+def test_notebooks_define_no_kernel_of_their_own():
+    """What a notebook launches is a kernel of the package, which the tests hold to its memory."""
+    for path in PATHS:
+        assert not any("triton.jit" in cell.source for cell in code_cells(path))
