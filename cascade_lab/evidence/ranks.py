@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import os
+import queue
 import signal
 import socket
 import struct
@@ -20,45 +21,139 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 from cascade_lab.evidence.claims import AtLeast, AtMost, claim
 
 HEADER = "from __future__ import annotations\n"
+# One machine, no GPU: no host name to look up, kernels interpreted, one thread for each rank that shares the cores.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TRITON_INTERPRET": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+}
 _BOUNDS = {"AtMost": AtMost, "AtLeast": AtLeast}
 
 
-def run_ranks(program: Callable, world_size: int, *, timeout: float = 90, **arguments: object) -> list:
-    """Run `program(**arguments)` on `world_size` ranks of one gloo group on this machine, and judge their claims.
+class Ranks:
+    """`world_size` processes on this machine in one gloo group, from here to `close` or the end of a with block.
 
     Args:
-        program: a function whose source can be read, of a notebook cell or a module. It sees what it imports itself,
-            and `claim`, which takes the arguments of `cascade_lab.evidence.claims.claim`.
         world_size: number of ranks.
-        timeout: seconds for all of it, after which the ranks are killed.
-        arguments: keyword arguments, JSON values.
-
-    Returns:
-        What each rank returned, JSON values, by rank. A claim is made here once for all ranks: with the values of each
-        rank, or the one value that all share; a bound is judged on the worst.
-
-    Raises:
-        RuntimeError: a rank failed (the first is named, the others are stopped), or ranks claim different things.
-        TimeoutError: they took too long.
+        timeout: seconds that the start, and then each program, may take.
     """
-    source = textwrap.dedent(inspect.getsource(program))
-    with tempfile.TemporaryDirectory(prefix="cascade-ranks-") as name:
-        folder = Path(name)
-        (folder / "program.py").write_text(HEADER + source, encoding="utf-8")
-        task = {"program": program.__name__, "world_size": world_size, "timeout": timeout, "arguments": arguments}
-        (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
-        with _started(folder, world_size) as ranks:
-            _await(ranks, folder, timeout)
-        found = [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(world_size)]
-    _judge([result["claims"] for result in found])
-    return [result["returned"] for result in found]
+
+    def __init__(self, world_size: int, *, timeout: float = 90):
+        self.world_size, self.timeout, self._runs = world_size, timeout, 0
+        self._place = tempfile.TemporaryDirectory(prefix="cascade-ranks-")
+        self._folder = Path(self._place.name)
+        self._processes: list[subprocess.Popen] = []
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        arguments = [str(self._folder), str(world_size), str(timeout)]
+        try:
+            for rank in range(world_size):
+                with (self._folder / f"stderr.{rank}").open("wb") as stderr:
+                    self._processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "cascade_lab.evidence.ranks", str(rank), *arguments],
+                            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+                            stdin=subprocess.PIPE,
+                            stdout=subprocess.DEVNULL,
+                            stderr=stderr,
+                        )
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, program: Callable, **arguments: object) -> list:
+        """Run `program(**arguments)` on every rank, and judge the claims that they make.
+
+        Args:
+            program: a function whose source can be read, of a notebook cell or a module. It sees what it imports
+                itself, and `claim`, which takes the arguments of `cascade_lab.evidence.claims.claim`.
+            arguments: keyword arguments, JSON values.
+
+        Returns:
+            What each rank returned, JSON values, by rank. A claim is made here once for all ranks: with the values of
+            each rank, or the one value that all share; a bound is judged on the worst.
+
+        Raises:
+            RuntimeError: a rank failed (the first is named), or ranks claim different things. TimeoutError: they took
+                too long. All ranks are stopped then.
+        """
+        number, self._runs = self._runs, self._runs + 1
+        source = textwrap.dedent(inspect.getsource(program))
+        task = {"name": program.__name__, "source": HEADER + source, "arguments": arguments}
+        results = [self._folder / f"result.{number}.{rank}.json" for rank in range(self.world_size)]
+        try:
+            for process in self._processes:
+                with contextlib.suppress(BrokenPipeError):  # a rank that is gone is noticed below
+                    process.stdin.write(json.dumps(task).encode() + b"\n")
+                    process.stdin.flush()
+            self._await(results)
+        except BaseException:
+            self.close()
+            raise
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in results]
+        _judge([result["claims"] for result in found])
+        return [result["returned"] for result in found]
+
+    def close(self) -> None:
+        """Stop the ranks; none is left when this returns."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.wait()
+        self._processes = []
+        self._place.cleanup()
+
+    def _await(self, results: Sequence[Path]) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not all(path.exists() for path in results):
+            self._check_running()
+            if time.monotonic() > deadline:
+                late = [rank for rank, path in enumerate(results) if not path.exists()]
+                raise TimeoutError(f"ranks {late} took longer than {self.timeout:g} s")
+            time.sleep(0.005)
+
+    def _check_running(self) -> None:
+        if not self._processes:
+            raise RuntimeError("these ranks are closed")
+        failed = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+        if not failed:
+            return
+        time.sleep(0.2)  # ranks that fall together do not end in the order of cause and effect
+        reasons = {}
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                text = (self._folder / f"stderr.{rank}").read_text(errors="replace").replace(f"[rank{rank}]: ", "")
+                lines = [line for line in text.splitlines() if line.strip()]
+                status = process.returncode
+                by_signal = signal.Signals(-status).name if status < 0 else None
+                reasons[rank] = by_signal or (lines[-1] if lines else f"exit status {status}")
+        # a rank that lost another one comes second
+        first = min(reasons, key=lambda rank: ("lost another rank" in reasons[rank], rank))
+        raise RuntimeError(f"rank {first} of {self.world_size} failed: {reasons[first]}")
+
+
+def run_ranks(program: Callable, world_size: int, *, timeout: float = 90, **arguments: object) -> list:
+    """`Ranks.run` on ranks that are started for this one program and stopped after it."""
+    with Ranks(world_size, timeout=timeout) as ranks:
+        return ranks.run(program, **arguments)
 
 
 def bytes_sent() -> int:
@@ -78,61 +173,6 @@ def bytes_sent() -> int:
     if not seen:
         raise NotImplementedError("no TCP connection of this process says how many bytes it sent")
     return total
-
-
-@contextlib.contextmanager
-def _started(folder: Path, world_size: int) -> Iterator[list[subprocess.Popen]]:
-    """The rank processes; whatever happens, none is left when this ends."""
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # one machine: no name to look up, and one thread for each of the ranks that share its cores
-    common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks: list[subprocess.Popen] = []
-    try:
-        for rank in range(world_size):
-            with (folder / f"stderr.{rank}").open("wb") as stderr:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "cascade_lab.evidence.ranks", str(folder), str(rank)],
-                        env=os.environ | common,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.DEVNULL,
-                        stderr=stderr,
-                    )
-                )
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.stdin.close()
-            process.wait()
-
-
-def _await(ranks: Sequence[subprocess.Popen], folder: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in ranks):
-        _check_ended(ranks, folder)
-        if time.monotonic() > deadline:
-            late = [rank for rank, process in enumerate(ranks) if process.poll() is None]
-            raise TimeoutError(f"ranks {late} took longer than {timeout:g} s")
-        time.sleep(0.01)
-    _check_ended(ranks, folder)
-
-
-def _check_ended(ranks: Sequence[subprocess.Popen], folder: Path) -> None:
-    ended = [(rank, process.poll()) for rank, process in enumerate(ranks)]
-    failed = [(rank, status) for rank, status in ended if status]
-    if not failed:
-        return
-    # a rank that lost another one comes second, whichever is noticed first
-    reasons = {}
-    for rank, status in failed:
-        lines = (folder / f"stderr.{rank}").read_text(errors="replace").replace(f"[rank{rank}]: ", "").splitlines()
-        lines = [line for line in lines if line.strip()]
-        reasons[rank] = signal.Signals(-status).name if status < 0 else lines[-1] if lines else f"exit status {status}"
-    first = min(reasons, key=lambda rank: ("lost another rank" in reasons[rank], rank))
-    raise RuntimeError(f"rank {first} of {len(ranks)} failed: {reasons[first]}")
 
 
 def _judge(by_rank: Sequence[Sequence[dict]]) -> None:
@@ -174,23 +214,41 @@ def _decode(value: object) -> object:
     return value
 
 
-def _run_one(folder: Path, rank: int) -> None:
-    """A rank process: join the group, run the program, write down what it returned and claimed."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _serve(rank: int, folder: Path, world_size: int, timeout: float) -> None:
+    """A rank process: join the group, then run each program that comes, and write down what it returned and claimed."""
     import datetime
 
     import torch
     import torch.distributed as dist
 
+    tasks: queue.SimpleQueue[dict] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
     torch.set_num_threads(1)
-    task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
         rank=rank,
-        world_size=task["world_size"],
-        timeout=datetime.timedelta(seconds=task["timeout"]),
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
     )
+    number = 0
+    while True:
+        result = json.dumps(_run(tasks.get()))
+        dist.barrier()  # all have what they wanted from each other
+        unfinished = folder / f"unfinished.{rank}"
+        unfinished.write_text(result, encoding="utf-8")
+        unfinished.rename(folder / f"result.{number}.{rank}.json")
+        number += 1
+
+
+def _listen(tasks: queue.SimpleQueue) -> None:
+    with os.fdopen(os.dup(0)) as lines:
+        for line in lines:
+            tasks.put(json.loads(line))
+    os._exit(1)  # the other end is closed, or its process gone
+
+
+def _run(task: dict) -> dict:
     claims: list[dict] = []
 
     def note(id: str, statement: str, *, measured: object, expected: object, **options: object) -> None:
@@ -198,19 +256,10 @@ def _run_one(folder: Path, rank: int) -> None:
         encoded = {name: _encode(value) for name, value in options.items()}
         claims.append({"id": id, "statement": statement, **values, "options": encoded})
 
-    path = folder / "program.py"
     names: dict[str, object] = {"claim": note, "__name__": "rank_program"}
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
-    returned = names[task["program"]](**task["arguments"])
-    (folder / f"result.{rank}.json").write_text(json.dumps({"returned": returned, "claims": claims}), encoding="utf-8")
-    dist.barrier()  # nobody closes a connection that another still uses
-    dist.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    os.read(0, 1)  # returns when the parent's end is closed
-    os._exit(1)
+    exec(compile(task["source"], task["name"], "exec"), names)
+    return {"returned": names[task["name"]](**task["arguments"]), "claims": claims}
 
 
 if __name__ == "__main__":
-    _run_one(Path(sys.argv[1]), int(sys.argv[2]))
+    _serve(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
