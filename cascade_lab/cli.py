@@ -1,7 +1,7 @@
 """The `cascade-lab` command: run the notebooks, refresh and check them, publish them, measure, read traces.
 
 The notebook tools are imported where they are used, so that help, claims, bench and trace work without them. Exit
-status: 0 all well, 1 something failed, 2 wrong usage, 130 interrupted.
+status: 0 all well, 1 something failed, 2 wrong usage; 129, 130 and 143 hung up, interrupted and terminated.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import cascade_lab
 from cascade_lab.evidence import notebooks, trace_report
 from cascade_lab.evidence.claims import FAILS, print_table
 from cascade_lab.evidence.parameters import UsageError
+from cascade_lab.evidence.stopping import Stopped, as_exceptions
+from cascade_lab.foreign import one_line
 
 _EXAMPLES = """\
 examples:
@@ -37,22 +39,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 2
+    status = 0
     try:
-        return options.carry_out(options)
+        with as_exceptions():
+            status = options.carry_out(options)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        return status
     except UsageError as error:
-        print(f"cascade-lab {options.command}: {error}", file=sys.stderr)
+        print(one_line(f"cascade-lab {options.command}: {error}", 1000), file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         hint = _INSTALL.format(extra="site" if options.command == "site" else "notebooks")
         print(f"cascade-lab {options.command}: {error}; {hint}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        return stop.status
     except BrokenPipeError:
         # The reader of a pipe left early; Python would complain once more when it flushes at exit.
         sys.stdout = None
-        return 0
+        return status
+    except OSError as error:
+        sys.stdout = None
+        where = f"{error.filename}: " if error.filename else ""
+        print(one_line(f"cascade-lab {options.command}: {where}{error.strerror or error}", 1000), file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

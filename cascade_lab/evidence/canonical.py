@@ -72,10 +72,10 @@ def text_of(notebook: NotebookNode) -> str:
 
 def problems(path: Path) -> list[str]:
     """Every rule of a committed notebook that the file breaks; empty when it breaks none."""
-    text = path.read_text(encoding="utf-8")
     try:
         notebook = load(path)
-    except NotebookError as error:
+        text = path.read_text(encoding="utf-8")
+    except (NotebookError, OSError) as error:
         return [str(error)]
     found = []
     try:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
+from cascade_lab.foreign import one_line
+
 MIME = "application/vnd.cascade-lab.claim+json"
 INSTRUMENTS = ("derived", "oracle", "counted", "timed", "recorded")
 HOLDS, FAILS, NOT_MEASURED = "holds", "fails", "not measured here"
@@ -188,7 +190,8 @@ def gather(notebook: Mapping) -> list[Claim]:
         notebook: a notebook as nbformat reads it.
 
     Raises:
-        ValueError: an output of the claim type lacks a field or has an unknown verdict or instrument.
+        ValueError: an output of the claim type lacks a field, has one of another type, or has an unknown verdict or
+            instrument.
     """
     found = []
     for cell in notebook["cells"]:
@@ -196,16 +199,37 @@ def gather(notebook: Mapping) -> list[Claim]:
             fields = output.get("data", {}).get(MIME)
             if fields is None:
                 continue
-            if (
-                not isinstance(fields, Mapping)
-                or set(fields) != set(_FIELDS)
-                or fields["verdict"] not in VERDICTS
-                or fields["instrument"] not in INSTRUMENTS
-            ):
-                raise ValueError(f"malformed claim output: {fields!r}")
             raw = output.get("metadata", {}).get(MIME, {})
-            found.append(Claim(**fields, raw_expected=raw.get("expected"), raw_measured=raw.get("measured")))
+            try:
+                if not isinstance(fields, Mapping) or set(fields) != set(_FIELDS) or not isinstance(raw, Mapping):
+                    raise ValueError(f"expected exactly {', '.join(_FIELDS)}")
+                if not all(isinstance(fields[name], str) for name in _FIELDS if name != "measured"):
+                    raise ValueError("expected texts")
+                claim = Claim(**fields, raw_expected=raw.get("expected"), raw_measured=raw.get("measured"))
+                check_record(claim.record(""), "claim")
+            except ValueError as error:
+                raise ValueError(f"malformed claim output: {error}, given {one_line(repr(fields))}") from None
+            found.append(claim)
     return found
+
+
+def check_record(record: object, name: str) -> None:
+    """Check one object of claims.json, as `Claim.record` makes it.
+
+    Raises:
+        ValueError: naming the claim by `name`, and the field.
+    """
+    if not isinstance(record, Mapping) or set(record) != {*_FIELDS, "notebook"}:
+        raise ValueError(f"{name}: expected an object with notebook, {', '.join(_FIELDS)}")
+    for field in ("id", "notebook", "statement"):
+        if not isinstance(record[field], str):
+            raise ValueError(f"{name}: {field}: expected text, given {one_line(repr(record[field]), 80)}")
+    for field, known in (("instrument", INSTRUMENTS), ("verdict", VERDICTS)):
+        if record[field] not in known:
+            raise ValueError(f"{name}: {field}: expected one of {known}, given {one_line(repr(record[field]), 80)}")
+    for field in ("expected", "measured"):
+        if not _is_json(record[field]):
+            raise ValueError(f"{name}: {field}: expected values that JSON knows, lists of them, or null")
 
 
 def format_table(records: Iterable[Mapping[str, object]], width: int | None = None) -> str:
@@ -215,7 +239,7 @@ def format_table(records: Iterable[Mapping[str, object]], width: int | None = No
         records: objects with the COLUMNS as keys, for example those of claims.json.
         width: columns of the terminal; long cells are wrapped to fit. None writes one line per claim.
     """
-    rows = [[_cell(record[name]) for name in COLUMNS] for record in records]
+    rows = [[one_line(_cell(record[name]), 2000) for name in COLUMNS] for record in records]
     if not rows:
         return "no claims"
     widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(COLUMNS)]
@@ -320,6 +344,12 @@ def _json(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return str(value) if isinstance(value, Rational) and not isinstance(value, int) else value
+
+
+def _is_json(value: object, depth: int = 8) -> bool:
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_json(item, depth - 1) for item in value)
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _cell(value: object) -> str:

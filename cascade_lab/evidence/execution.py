@@ -2,7 +2,7 @@
 
 papermill reports an exception but not everything that can go wrong: `sys.exit(0)`, an unknown magic, a cell
 that never ran, a swallowed failing claim. `execute` returns only a notebook of which every cell ran and
-every claim stands.
+every claim stands, and leaves no kernel behind, however it ends.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import contextlib
 import logging
 import os
 import re
+import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.evidence.claims import FAILS, gather
-from cascade_lab.evidence.parameters import NotebookError, bind, read_parameters
+from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
+from cascade_lab.evidence.stopping import held_back
+from cascade_lab.foreign import one_line, parse_json, read_text
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -29,12 +34,17 @@ if TYPE_CHECKING:
 # A cell with one of these tags would be passed over, or its error taken for a success.
 REFUSED_TAGS = ("nbval-skip", "nbval-raises-exception", "raises-exception", "skip-execution")
 _REFUSED_MARKERS = re.compile(r"#\s*(NBVAL_SKIP|NBVAL_RAISES_EXCEPTION)\b", re.IGNORECASE)
+# What a file may hold, what one cell may print, and what it may show in all: more is no page that anybody opens.
+MAX_NOTEBOOK, MAX_PRINTED, MAX_SHOWN = 1 << 26, 1 << 20, 1 << 24
+ENGINE = "cascade-lab"
+
 # How IPython spells shell commands whose exit status it drops.
 _UNNOTICED = re.compile(
     r"get_ipython\(\)\.(system\(|getoutput\(|run_line_magic\('(sx|sc|system)'"
     r"|run_cell_magic\('\w+', '[^']*--(no-raise-error|bg)\b)"
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_OTHER_NOTEBOOK = re.compile(r"get_ipython\(\)\.run_line_magic\('run', '[^']*\.ipynb\b")
 
 
 class ExecutionFailure(NotebookError):
@@ -58,10 +68,15 @@ def load(path: Path) -> NotebookNode:
     import nbformat
 
     try:
-        notebook = nbformat.from_dict(nbformat.reader.reads(path.read_text(encoding="utf-8")))
+        text = read_text(path, MAX_NOTEBOOK)
+        parse_json(text)
+        notebook = nbformat.from_dict(nbformat.reader.reads(text))
         if notebook.nbformat != 4:
             notebook = nbformat.convert(notebook, 4)
-    except (OSError, ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
+    except OSError as error:
+        raise NotebookError(f"not readable as a notebook: {error.strerror or error}") from None
+    except Exception as error:
+        # Old formats are converted by code that trusts its input, so a foreign file can raise anything there.
         raise NotebookError(f"not readable as a notebook: {_first_line(error)}") from None
     notebook.nbformat_minor = max(notebook.nbformat_minor, 5)
     seen: set[str] = set()
@@ -71,7 +86,7 @@ def load(path: Path) -> NotebookNode:
         seen.add(cell.id)
     try:
         nbformat.validate(notebook)
-    except nbformat.ValidationError as error:
+    except (nbformat.ValidationError, RecursionError) as error:
         raise NotebookError(f"not a valid notebook: {_first_line(error)}") from None
     return notebook
 
@@ -93,7 +108,12 @@ def check_runnable(notebook: NotebookNode) -> None:
                 raise NotebookError(f"tag {tag!r} would hide a failure of this cell", number)
         if marker := _REFUSED_MARKERS.search(cell.source):
             raise NotebookError(f"comment {marker[0]!r} would hide a failure of this cell", number)
-        plain = TransformerManager().transform_cell(cell.source)
+        try:
+            plain = TransformerManager().transform_cell(cell.source)
+        except (SyntaxError, ValueError, RecursionError) as error:
+            raise NotebookError(f"not readable as code: {error}", number) from None
+        if _OTHER_NOTEBOOK.search(plain):
+            raise NotebookError("another notebook's claims would go unjudged; run it by its own name", number)
         if _UNNOTICED.search(plain):
             raise NotebookError("a failing shell command is not noticed here; use a plain %%bash cell", number)
         if _leaves(plain):
@@ -104,7 +124,7 @@ def _leaves(source: str) -> bool:
     # IPython's own exit and quit raise nothing: the kernel answers "ok" and stops later.
     try:
         tree = ast.parse(source)
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
     called = [node.func if isinstance(node, ast.Call) else node for node in statements]
@@ -136,9 +156,10 @@ def execute(
         UsageError: unknown parameter or value of the wrong type; nothing was run.
         NotebookError: the notebook is refused before it runs, or as ExecutionFailure, it ran and gave no
             result.
+        OSError: a disk or a quota is full, or there is no starting a kernel.
     """
-    import nbformat
     import papermill
+    import zmq
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
@@ -151,20 +172,20 @@ def execute(
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     output = scratch / path.name
-    started: list[str | None] = [None]
+    progress = _Progress()
 
     def failure(cause: str, cell_id: str | None) -> ExecutionFailure:
-        partial = nbformat.read(output, as_version=4) if output.exists() else None
-        return ExecutionFailure(cause, position.get(cell_id), partial)
+        return ExecutionFailure(cause, position.get(cell_id), _read_partial(output))
 
     with _kernel(scratch, environment) as (kernel_manager_class, log), _quiet("papermill", "traitlets"):
+        _register_engine()
         try:
             executed = papermill.execute_notebook(
                 notebook,
                 # papermill formats paths like templates.
                 str(output).replace("{", "{{").replace("}", "}}"),
                 parameters=values,
-                engine_name="nbclient",
+                engine_name=ENGINE,
                 kernel_name="python3",
                 language="python",
                 cwd=str(path.parent),
@@ -172,19 +193,20 @@ def execute(
                 execution_timeout=cell_timeout,
                 progress_bar={"desc": path.stem} if progress_bar else False,
                 kernel_manager_class=kernel_manager_class,
-                on_cell_start=lambda cell, cell_index: started.append(cell.id),
+                progress=progress,
             )
         except PapermillExecutionError as error:
-            executed = nbformat.read(output, as_version=4)
+            executed = load(output)
             at_fault = next(c for c in executed.cells if c.cell_type == "code" and _went_wrong(c))
             raise failure(_cause(at_fault, error), at_fault.id) from None
         except CellTimeoutError:
-            raise failure(f"took longer than {cell_timeout} s (TimeoutError)", started[-1]) from None
+            raise failure(f"took longer than {cell_timeout} s (TimeoutError)", progress.cell_id) from None
         except DeadKernelError:
-            raise failure(f"the kernel died (DeadKernelError){_last_words(log)}", started[-1]) from None
-        except (RuntimeError, OSError) as error:
+            cause = progress.too_much or f"the kernel died (DeadKernelError){_last_words(log)}"
+            raise failure(cause, progress.cell_id) from None
+        except (RuntimeError, zmq.ZMQError) as error:
             cause = f"{type(error).__name__}: {_first_line(error)}{_last_words(log)}"
-            raise failure(cause, started[-1]) from None
+            raise failure(cause, progress.cell_id) from None
     for cell in executed.cells:
         if cell.cell_type != "code":
             continue
@@ -213,40 +235,89 @@ def _judge_claims(executed: NotebookNode, failure: Callable[[str, str | None], E
         raise failure("makes no claim", None)
 
 
+@dataclass
+class _Progress:
+    """The cell that runs, and how many characters of output it has sent."""
+
+    cell_id: str | None = None
+    printed: int = 0
+    shown: int = 0
+
+    @property
+    def too_much(self) -> str:
+        """What is wrong with the amount of output; empty when nothing is."""
+        if self.printed > MAX_PRINTED:
+            return f"prints more than {MAX_PRINTED >> 20} MiB; print less, or write to a file"
+        return f"shows more than {MAX_SHOWN >> 20} MiB" if self.shown > MAX_SHOWN else ""
+
+
+def _register_engine() -> None:
+    """papermill's engine with its hidden limits set: output is waited for, and counted as it comes.
+
+    An endless cell that prints would fill the memory long before its time is up.
+    """
+    from papermill.clientwrap import PapermillNotebookClient
+    from papermill.engines import NBClientEngine, papermill_engines
+
+    class Client(PapermillNotebookClient):
+        def __init__(self, nb_man, progress, **options):
+            def begin(cell, cell_index):
+                progress.cell_id, progress.printed, progress.shown = cell.id, 0, 0
+
+            super().__init__(nb_man, on_cell_start=begin, **options)
+            self._progress = progress
+
+        def process_message(self, msg, cell, cell_index):
+            size = _length(msg["content"])
+            self._progress.shown += size
+            self._progress.printed += size if msg["msg_type"] == "stream" else 0
+            if self._progress.too_much:
+                # ends the cell as a dead kernel does
+                self.task_poll_for_reply.cancel()
+                return None
+            return super().process_message(msg, cell, cell_index)
+
+    class Engine(NBClientEngine):
+        @classmethod
+        def execute_managed_notebook(
+            cls, nb_man, kernel_name, *, start_timeout, execution_timeout, kernel_manager_class, progress, **_
+        ):
+            return Client(
+                nb_man,
+                progress,
+                kernel_name=kernel_name,
+                kernel_manager_class=kernel_manager_class,
+                startup_timeout=start_timeout,
+                timeout=execution_timeout,
+                iopub_timeout=execution_timeout,
+                log=logging.getLogger("papermill"),
+            ).execute()
+
+    papermill_engines.register(ENGINE, Engine)
+
+
 @contextlib.contextmanager
 def _kernel(scratch: Path, environment: Mapping[str, str]) -> Iterator[tuple[type, Path]]:
     """A kernel manager class that starts this interpreter, whatever kernels are installed under any name.
 
     Connection files lie in a short-named temporary folder: sockets there need no port, and their paths have
-    a limit.
+    a limit. The kernel's own temporary files lie there too, so that they go when it is killed.
     """
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec
 
     log = scratch / "kernel.log"
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONSTARTUP"}
-    variables |= {
-        # The reader's own profile neither changes a run nor is written to by one.
-        "IPYTHONDIR": str(scratch / "ipython"),
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-    }
-    # A notebook uses the package that runs it, from a checkout as well; an installed one is found anyhow, and
-    # the folder of all installed packages must not come before the standard library.
-    package_parent = Path(__file__).resolve().parents[2]
-    if str(package_parent) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        inherited = os.environ.get("PYTHONPATH")
-        variables["PYTHONPATH"] = os.pathsep.join([str(package_parent), *([inherited] if inherited else [])])
-    variables |= environment
-
-    with tempfile.TemporaryDirectory(prefix="cascade-") as folder, log.open("wb") as stderr:
-        connection = Path(folder) / "k.json"
+    managers: list[AsyncKernelManager] = []
+    with _temporary_folder() as folder, log.open("wb") as stderr:
+        connection = folder / "k.json"
+        variables = _variables(scratch, folder) | environment
 
         class ThisInterpreter(AsyncKernelManager):
             def __init__(self, **options):
                 transport = "ipc" if os.name == "posix" and len(str(connection)) < 80 else "tcp"
                 super().__init__(**options, transport=transport, connection_file=str(connection))
                 self.shutdown_wait_time = 2.0
+                managers.append(self)
 
             @property
             def kernel_spec(self) -> KernelSpec:
@@ -255,8 +326,63 @@ def _kernel(scratch: Path, environment: Mapping[str, str]) -> Iterator[tuple[typ
 
             async def start_kernel(self, **options):
                 await super().start_kernel(**options, env=variables, stderr=stderr)
+                self.group = getattr(self.provisioner, "pgid", None)
 
-        yield ThisInterpreter, log
+        try:
+            yield ThisInterpreter, log
+        finally:
+            with held_back():
+                for manager in managers:
+                    _kill(manager)
+
+
+def _kill(manager: object) -> None:
+    """End what is left of a kernel: one that was never waited for, and the processes that its cells started."""
+    process = getattr(getattr(manager, "provisioner", None), "process", None)
+    group = getattr(manager, "group", None) or getattr(process, "pid", None)
+    if group and hasattr(os, "killpg"):
+        # The kernel leads its own session, and while anybody of its group lives no other can get the number.
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    if process is not None:
+        with contextlib.suppress(OSError):
+            process.kill()
+        process.wait()
+
+
+def _variables(scratch: Path, temporary: Path) -> dict[str, str]:
+    """The kernel's environment: this package, and nothing that writes outside the run's own folders."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONSTARTUP"}
+    variables |= {
+        # The reader's own profile neither changes a run nor is written to by one.
+        "IPYTHONDIR": str(scratch / "ipython"),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "TMPDIR": str(temporary),
+    }
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        # Caches are looked for there, and matplotlib warns in the cell when it finds no place.
+        variables = {"MPLCONFIGDIR": str(temporary), "TRITON_CACHE_DIR": str(temporary)} | variables
+    # A notebook uses the package that runs it, from a checkout as well; an installed one is found anyhow, and
+    # the folder of all installed packages must not come before the standard library.
+    package_parent = Path(__file__).resolve().parents[2]
+    if str(package_parent) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        inherited = os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join([str(package_parent), *([inherited] if inherited else [])])
+    return variables
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="cascade-"))
+    except OSError as error:
+        raise UsageError(f"no place for temporary files ({error.strerror or error}); name one with TMPDIR") from None
+    try:
+        yield folder
+    finally:
+        with held_back():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -290,10 +416,29 @@ def _cause(cell: NotebookNode, error: Exception | None) -> str:
 
 
 def _first_line(error: object) -> str:
-    lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    lines = [line.strip() for line in _ANSI.sub("", str(error)[:10000]).splitlines() if line.strip()]
+    return one_line(lines[0]) if lines else type(error).__name__
 
 
 def _last_words(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"; its last line was: {lines[-1].strip()}" if lines else ""
+    with log.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 4096))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return f"; its last line was: {one_line(lines[-1])}" if lines else ""
+
+
+def _read_partial(output: Path) -> NotebookNode | None:
+    # Cut short where the disk was full.
+    try:
+        return load(output) if output.exists() else None
+    except NotebookError:
+        return None
+
+
+def _length(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, Mapping):
+        return sum(map(_length, content.values()))
+    return sum(map(_length, content)) if isinstance(content, (list, tuple)) else 0

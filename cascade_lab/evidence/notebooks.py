@@ -2,32 +2,41 @@
 
 `run` publishes results into an output folder, `refresh` rewrites the committed files from the CPU
 interpreter, and `check` says whether those are canonical and fresh. Nothing is put in place before
-everything it belongs to succeeded.
+everything it belongs to succeeded, and then all of it at once: a signal waits, and runs beside each other take turns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.evidence import canonical
-from cascade_lab.evidence.claims import FAILS, VERDICTS, gather, print_table
+from cascade_lab.evidence.claims import FAILS, check_record, gather, print_table
 from cascade_lab.evidence.execution import execute, load
 from cascade_lab.evidence.export import to_html
 from cascade_lab.evidence.figures import FOLDER as FIGURES_FOLDER
 from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
+from cascade_lab.evidence.stopping import held_back
+from cascade_lab.foreign import one_line, read_json
+
+try:
+    import fcntl
+except ImportError:  # Windows, where runs beside each other may lose one another's claims
+    fcntl = None
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 CLAIMS_FILE = "claims.json"
+_RUNNING = ".running-"
 CELL_TIMEOUT, START_TIMEOUT = 120, 60
 # Committed outputs come from one place that every machine has.
 _ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -59,22 +68,30 @@ def find_folder(given: Path | None = None) -> Path:
 def select(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     """The notebooks of a folder in order, or those named: by file, stem, or a beginning that only one has.
 
+    No other file is ever meant: a path must lead to a notebook of the folder itself, and no notebook may be a link
+    to a place outside it.
+
     Raises:
-        UsageError: a name that fits none or several, or a folder without notebooks.
+        UsageError: a name that fits none or several, a path or link to another place, or a folder without notebooks.
     """
     known = sorted(path for path in folder.glob("*.ipynb") if not path.name.startswith("."))
     if not known:
         raise UsageError(f"no notebooks in {folder}")
-    if not names:
-        return known
-    chosen = []
+    chosen = [] if names else known
     for name in names:
-        stem = Path(name).name.removesuffix(".ipynb")
+        path = Path(name)
+        places = [path.parent] if path.exists() else [path.parent, folder.parent / path.parent]
+        if path.name != name and not any(_same_folder(place, folder) for place in places):
+            raise UsageError(f"{name!r} is not in {folder}; name its folder with --notebooks DIR")
+        stem = path.name.removesuffix(".ipynb")
         fits = [p for p in known if p.stem == stem] or [p for p in known if stem and p.stem.startswith(stem)]
         if len(fits) != 1:
             which = f"fits {', '.join(p.stem for p in fits)}" if fits else "is no notebook"
             raise UsageError(f"{name!r} {which}; the notebooks are {', '.join(p.stem for p in known)}")
         chosen += [fits[0]] if fits[0] not in chosen else []
+    for path in chosen:
+        if path.resolve().parent != folder.resolve():
+            raise UsageError(f"{path.name} is a link to {path.resolve()}, outside {folder}")
     return chosen
 
 
@@ -91,7 +108,7 @@ def run(
 
     A notebook that fails leaves its output in `output`/failed and its last good result as it was; in
     claims.json it then has its failing claims and no others, so that nothing of a failed run reads as a
-    result. The other notebooks run all the same.
+    result. The other notebooks run all the same. A run that is stopped leaves what it published before.
 
     Args:
         names: as for `select`; none means all.
@@ -107,15 +124,21 @@ def run(
 
     Raises:
         UsageError: unknown notebook or parameter, a value of the wrong type, or an output folder that
-            cannot be written.
+            cannot be written or holds the notebooks or the committed figures.
     """
     paths = select(folder, names)
+    for kept in (folder, folder.parent):
+        if _same_folder(output, kept):
+            raise UsageError(f"--output: results would overwrite committed files in {kept}; name another folder")
     for path in paths:
         # A notebook that cannot be read is reported when its turn comes, a wrong value before anything runs.
         with contextlib.suppress(NotebookError):
             bind(read_parameters(load(path)), parameters or {}, path.name)
-    records = read_claims(output) if names else []
-    status = 0
+    # A full run begins the list again; one of some notebooks would only lose what is there.
+    complete = {path.stem for path in paths} if not names else None
+    if names:
+        read_claims(output)
+    status, shown = 0, []
     for path in paths:
         with _scratch(output) as scratch:
             figures = scratch / "figures"
@@ -130,23 +153,22 @@ def run(
                     progress_bar=_on_terminal(),
                 )
                 page = to_html(canonical.canonical(executed, keep_measurements=True), path)
-            except NotebookError as error:
+                claims = [claim.record(path.stem) for claim in gather(executed)]
+                _publish(_results(executed, page, figures, path, output), claims, path, output, complete)
+            except (NotebookError, OSError) as error:
                 status = 1
                 partial = getattr(error, "executed", None)
-                kept = _keep_failure(partial, path, output)
-                print(
-                    f"{path.name}, {error}{kept}" if error.cell else f"{path.name}: {error}{kept}",
-                    file=sys.stderr,
-                )
-                claims = [claim for claim in _reached(partial) if claim.verdict == FAILS]
-            else:
-                claims = gather(executed)
-                _publish(executed, page, figures, path, output)
-        records = [r for r in records if r["notebook"] != path.stem] + [c.record(path.stem) for c in claims]
-        records.sort(key=lambda record: record["notebook"])
-        _write(output / CLAIMS_FILE, json.dumps(records, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    chosen = {path.stem for path in paths}
-    print_table(record for record in records if record["notebook"] in chosen)
+                claims = [claim.record(path.stem) for claim in _reached(partial) if claim.verdict == FAILS]
+                if isinstance(error, NotebookError):
+                    _complain(path, error, _keep_failure(partial, claims, path, output, complete))
+                else:
+                    _say(f"{path.name}: no results: {error.strerror or error}: {error.filename or output}")
+        shown += claims
+    try:
+        print_table(sorted(shown, key=lambda record: record["notebook"]))
+    except BrokenPipeError:
+        # The reader of a pipe left early; Python would complain once more when it flushes at exit.
+        sys.stdout = None
     return status
 
 
@@ -160,11 +182,13 @@ def read_claims(output: Path) -> list[dict[str, object]]:
     if not path.exists():
         return []
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-        if any(record["verdict"] not in VERDICTS or not isinstance(record["notebook"], str) for record in records):
-            raise ValueError("unknown verdict")
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{path} is damaged ({error}); remove it and run again") from None
+        records = read_json(path)
+        if not isinstance(records, list):
+            raise ValueError("expected a list of claims")
+        for number, record in enumerate(records):
+            check_record(record, f"claim {number}")
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} is damaged ({one_line(error)}); remove it and run again") from None
     return records
 
 
@@ -182,18 +206,34 @@ def refresh(names: Sequence[str] = (), *, folder: Path, figures: Path, cell_time
     Returns:
         0, or 1 after one message on stderr for each notebook that failed.
     """
-    with tempfile.TemporaryDirectory(prefix="cascade-") as scratch:
-        fresh, status = _rerun(select(folder, names), Path(scratch), cell_timeout)
+    paths = select(folder, names)
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder} is rewritten, and cannot be")
+    before = {path: path.read_bytes() for path in paths if path.is_file()}
+    with _temporary() as scratch:
+        fresh, status = _rerun(paths, scratch, cell_timeout)
         if status:
             return status
-        for path, notebook in fresh.items():
-            committed = canonical.canonical(load(path))
+        contents = {}
+        for path, (committed, notebook) in fresh.items():
+            committed = canonical.canonical(committed)
             kept = committed if canonical.same_but_ignored(committed, notebook) else notebook
-            _write_if_changed(path, canonical.text_of(kept).encode())
-            for problem in canonical.problems(path):
-                print(f"{path.name}, {problem}", file=sys.stderr)
-        for picture in _files(Path(scratch) / "figures"):
-            _write_if_changed(figures / picture.name, picture.read_bytes())
+            contents[path] = canonical.text_of(kept).encode()
+        for picture in _files(scratch / "figures"):
+            contents[figures / picture.name] = picture.read_bytes()
+    changed = {path: content for path, content in contents.items() if _bytes_of(path) != content}
+    for path in changed.keys() & before.keys():
+        if path.read_bytes() != before[path]:
+            _say(f"{path.name}: was changed while it ran, so nothing was written; refresh it again")
+            return 1
+    try:
+        _put_in_place(changed)
+    except OSError as error:
+        _say(f"nothing refreshed: {error.filename2 or error.filename}: {error.strerror}")
+        return 1
+    for path in fresh:
+        for problem in canonical.problems(path):
+            _say(f"{path.name}, {problem}")
     return 0
 
 
@@ -218,27 +258,28 @@ def check(
     found = [f"{path.name}, {problem}" for path in paths for problem in canonical.problems(path)]
     status = 1 if found else 0
     if execute_notebooks and not found:
-        with tempfile.TemporaryDirectory(prefix="cascade-") as scratch:
-            fresh, status = _rerun(paths, Path(scratch), cell_timeout)
-            for path, notebook in fresh.items():
-                found += [f"{path.name}, {each}" for each in canonical.differences(load(path), notebook)]
-            for picture in _files(Path(scratch) / "figures"):
-                committed = figures / picture.name
-                if picture.suffix == ".svg" and not (
-                    committed.exists() and committed.read_bytes() == picture.read_bytes()
-                ):
+        with _temporary() as scratch:
+            fresh, status = _rerun(paths, scratch, cell_timeout)
+            for path, (committed, notebook) in fresh.items():
+                found += [f"{path.name}, {each}" for each in canonical.differences(committed, notebook)]
+            for picture in _files(scratch / "figures"):
+                if picture.suffix == ".svg" and _bytes_of(figures / picture.name) != picture.read_bytes():
                     found.append(f"{figures.name}/{picture.name} is not what a fresh run draws")
     for problem in found:
-        print(problem, file=sys.stderr)
+        _say(problem)
     return 1 if found else status
 
 
-def _rerun(paths: Iterable[Path], scratch: Path, cell_timeout: int) -> tuple[dict[Path, NotebookNode], int]:
+def _rerun(
+    paths: Iterable[Path], scratch: Path, cell_timeout: int
+) -> tuple[dict[Path, tuple[NotebookNode, NotebookNode]], int]:
+    """Each notebook as it was before and as it is after a run, and 1 when one of them gave no result."""
     fresh, status = {}, 0
     for path in paths:
         place = scratch / path.stem
         place.mkdir()
         try:
+            committed = load(path)
             executed = execute(
                 path,
                 {},
@@ -248,27 +289,74 @@ def _rerun(paths: Iterable[Path], scratch: Path, cell_timeout: int) -> tuple[dic
                 progress_bar=_on_terminal(),
             )
         except NotebookError as error:
-            print(f"{path.name}, {error}" if error.cell else f"{path.name}: {error}", file=sys.stderr)
+            _complain(path, error)
+            status = 1
+        except OSError as error:
+            _say(f"{path.name}: {error.strerror or error}")
             status = 1
         else:
-            fresh[path] = canonical.canonical(executed)
+            fresh[path] = committed, canonical.canonical(executed)
     return fresh, status
 
 
-def _publish(executed: NotebookNode, page: str, figures: Path, path: Path, output: Path) -> None:
-    for picture in _files(figures):
-        _write(output / "figures" / picture.name, picture.read_bytes())
-    _write(output / f"{path.stem}.html", page)
-    _write(output / path.name, canonical.text_of(canonical.canonical(executed, keep_measurements=True)))
-    (output / "failed" / path.name).unlink(missing_ok=True)
+def _results(executed: NotebookNode, page: str, figures: Path, path: Path, output: Path) -> dict[Path, bytes]:
+    contents = {output / "figures" / picture.name: picture.read_bytes() for picture in _files(figures)}
+    contents[output / f"{path.stem}.html"] = page.encode()
+    contents[output / path.name] = canonical.text_of(canonical.canonical(executed, keep_measurements=True)).encode()
+    return contents
 
 
-def _keep_failure(partial: NotebookNode | None, path: Path, output: Path) -> str:
-    if partial is None:
-        return ""
+def _publish(
+    contents: Mapping[Path, bytes],
+    claims: Sequence[Mapping[str, object]],
+    path: Path,
+    output: Path,
+    complete: set[str] | None,
+    *,
+    succeeded: bool = True,
+) -> None:
+    """Put the files of one notebook and its claims into place, between those of other runs.
+
+    Args:
+        contents: the files.
+        claims: what claims.json holds of this notebook from now on.
+        path, output: as for `run`.
+        complete: in a full run the names of all notebooks; claims of others are dropped.
+        succeeded: whether an earlier failure is over.
+    """
+    with _turn(output):
+        try:
+            records = read_claims(output)
+        except UsageError:
+            if complete is None:
+                raise
+            records = []
+        kept = [r for r in records if r["notebook"] != path.stem and (complete is None or r["notebook"] in complete)]
+        records = sorted([*kept, *claims], key=lambda record: record["notebook"])
+        text = json.dumps(records, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        failed = output / "failed" / path.name
+        _put_in_place(
+            {**contents, output / CLAIMS_FILE: text.encode()},
+            (lambda: failed.unlink(missing_ok=True)) if succeeded else None,
+        )
+
+
+def _keep_failure(
+    partial: NotebookNode | None,
+    claims: Sequence[Mapping[str, object]],
+    path: Path,
+    output: Path,
+    complete: set[str] | None,
+) -> str:
     kept = output / "failed" / path.name
-    _write(kept, canonical.text_of(canonical.canonical(partial, keep_measurements=True)))
-    return f" (output kept in {os.path.relpath(kept)})"
+    contents = (
+        {} if partial is None else {kept: canonical.text_of(canonical.canonical(partial, keep_measurements=True))}
+    )
+    try:
+        _publish({p: text.encode() for p, text in contents.items()}, claims, path, output, complete, succeeded=False)
+    except OSError as error:
+        return f" (output not kept: {error.strerror})"
+    return f" (output kept in {_relative(kept)})" if contents else ""
 
 
 def _reached(partial: NotebookNode | None) -> list:
@@ -280,28 +368,123 @@ def _reached(partial: NotebookNode | None) -> list:
 
 @contextlib.contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    # Beside the results, so that moving them into place is one rename.
+    # Beside the results, so that a disk is full before anything is put into place.
     try:
         output.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".running-", dir=output))
+        with _turn(output):
+            _clear_abandoned(output)
+            folder = Path(tempfile.mkdtemp(prefix=_RUNNING, dir=output))
+            mark = _lock(folder, wait=False)
     except OSError as error:
         raise UsageError(f"cannot write to {output} ({error.strerror}); name a place with --output DIR") from None
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with held_back():
+            shutil.rmtree(folder, ignore_errors=True)
+            _unlock(mark)
 
 
-def _write(path: Path, content: str | bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(fresh, path)
+@contextlib.contextmanager
+def _temporary() -> Iterator[Path]:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="cascade-"))
+    except OSError as error:
+        raise UsageError(f"no place for temporary files ({error.strerror or error}); name one with TMPDIR") from None
+    try:
+        yield folder
+    finally:
+        with held_back():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_if_changed(path: Path, content: bytes) -> None:
-    if not path.exists() or path.read_bytes() != content:
-        _write(path, content)
+def _clear_abandoned(output: Path) -> None:
+    """Remove what runs left that were killed outright; one that still runs holds a lock on its folder."""
+    for folder in output.glob(f"{_RUNNING}*"):
+        mark = _lock(folder, wait=False)
+        if mark is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            _unlock(mark)
+
+
+@contextlib.contextmanager
+def _turn(output: Path) -> Iterator[None]:
+    """One run at a time reads and writes what all of them share. The lock is the folder: no file is left for it."""
+    mark = _lock(output, wait=True)
+    try:
+        yield
+    finally:
+        _unlock(mark)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the folder, or None where another has it or the file system knows no locks."""
+    if fcntl is None:
+        return None
+    mark = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(mark)
+        return None
+    except BaseException:
+        os.close(mark)
+        raise
+    return mark
+
+
+def _unlock(mark: int | None) -> None:
+    if mark is not None:
+        os.close(mark)
+
+
+def _put_in_place(contents: Mapping[Path, bytes], then: Callable[[], object] | None = None) -> None:
+    """Write all files or none: first all of them under other names, and only when that went well rename them.
+
+    Raises:
+        OSError: the disk is full, or a place cannot be written or is a folder; everything is as it was.
+    """
+    written: dict[Path, Path] = {}
+    try:
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder", str(path))
+            fresh = path.with_name(f".{path.name}.{os.getpid()}")
+            written[path] = fresh
+            fresh.write_bytes(content)
+        with held_back():
+            for path, fresh in written.items():
+                os.replace(fresh, path)
+            if then is not None:
+                then()
+    finally:
+        with held_back():
+            for fresh in written.values():
+                fresh.unlink(missing_ok=True)
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _same_folder(a: Path, b: Path) -> bool:
+    return a.resolve() == b.resolve()
+
+
+def _relative(path: Path) -> str:
+    try:
+        return os.path.relpath(path)
+    except (OSError, ValueError):  # no working directory any more, or another drive
+        return str(path)
+
+
+def _complain(path: Path, error: NotebookError, kept: str = "") -> None:
+    _say(f"{path.name}, {error}{kept}" if error.cell else f"{path.name}: {error}{kept}")
+
+
+def _say(line: str) -> None:
+    print(one_line(line, 1000), file=sys.stderr)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cascade_lab.foreign import one_line
+
 TAG = "parameters"
 _SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 
@@ -29,8 +31,8 @@ class NotebookError(Exception):
     """
 
     def __init__(self, cause: str, cell: int | None = None):
-        super().__init__(cause if cell is None else f"cell {cell}: {cause}")
-        self.cause = cause
+        self.cause = one_line(cause)
+        super().__init__(self.cause if cell is None else f"cell {cell}: {self.cause}")
         self.cell = cell
 
 
@@ -69,7 +71,7 @@ class Parameter:
         return _SCALARS[plain](value)
 
     def _refusal(self, given: object) -> UsageError:
-        return UsageError(f"parameter {self.name!r}: expected {self.type}, given {given!r}")
+        return UsageError(f"parameter {self.name!r}: expected {self.type}, given {one_line(repr(given), 80)}")
 
 
 def read_parameters(notebook: Mapping) -> dict[str, Parameter]:
@@ -92,6 +94,8 @@ def read_parameters(notebook: Mapping) -> dict[str, Parameter]:
         body = ast.parse(cell["source"]).body
     except SyntaxError as error:
         raise NotebookError(f"the {TAG} cell is not plain Python: {error.msg} (line {error.lineno})", number) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise NotebookError(f"the {TAG} cell is not plain Python: {error or 'nested too deep'}", number) from None
     parameters: dict[str, Parameter] = {}
     for statement in body:
         try:
@@ -131,7 +135,7 @@ def _parameter(statement: ast.stmt) -> Parameter:
             raise ValueError("only `name = literal` or `name: type = literal` may stand there")
     try:
         default = ast.literal_eval(value)
-    except ValueError:
+    except (ValueError, TypeError, RecursionError, MemoryError):
         raise ValueError("the value is not a literal") from None
     parameter = Parameter(name, _type_of(default) if annotation is None else _type_named(annotation), default)
     if isinstance(default, str) and not parameter.type.startswith("str"):
@@ -176,7 +180,7 @@ def _type_of(value: object) -> str:
 def _literal(text: str) -> object:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(text) from None
 
 
