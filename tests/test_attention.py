@@ -448,8 +448,11 @@ def test_float32_products_are_float32(backend, device, loads):
 
 
 def test_single_row_and_narrow_head(backend, device, loads):
-    """K45: one query row, a group of 4 heads, D=8: below every tile minimum."""
+    """K45: one query row, a group of 4 heads, D=8: products are padded to the 16 a side that a compiler takes."""
     check(attention_case([1, 1], [3, 18], heads=(4, 1), dim=8, device=device), backend, loads)
+    if loads is not None:
+        assert loads.dots
+        assert min(size for shape in loads.dots for size in shape) >= 16
 
 
 @pytest.mark.parametrize("height", [300.0, -300.0, 1e4, -1e4])
@@ -481,6 +484,18 @@ def test_no_finite_score_stands_for_a_missing_one(backend, device, height):
     torch.testing.assert_close(state.o.flatten().tolist(), [1.5, 5.0], rtol=1e-6, atol=0)
     expected = [height + math.log(4), height + math.log(3)]
     torch.testing.assert_close(state.lse.flatten().tolist(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_scores_beyond_half_precision_are_float32(backend, device, dtype):
+    """Requirement 3: 100 x 100 x 16 = 160,000 overflows float16; two keys of that score share the weight."""
+    q, k = torch.full((2, 1, 16), 100.0), torch.full((2, 4, 1, 16), 100.0)
+    k[:, 2:] = 96.0
+    v = torch.tensor([1.0, 3.0, 5.0, 7.0, 2.0, 4.0, 6.0, 8.0]).view(2, 4, 1, 1)
+    q, k, v = (x.to(device=device, dtype=dtype) for x in (q, k, v))
+    state = attention(q, k, v, int32([[0], [1]], device), int32([4, 3], device), softmax_scale=1.0, backend=backend)
+    assert state.o.flatten().tolist() == [2.0, 3.0]
+    assert state.lse.flatten().tolist() == pytest.approx([160_000 + math.log(2)] * 2, rel=2.5e-7)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -629,6 +644,21 @@ def test_launches_and_stores():
         o, lse = 12 * 4 * 16 * 2, 12 * 4 * 4
         partials = [(3 * lse, 3 * lse), (3 * 2 * o, 3 * 2 * o)] if splits == 3 else []
         assert written == sorted([(lse, lse), (o, o), *partials])
+
+
+@pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="the recorder watches Triton's interpreter")
+def test_requests_and_rows_lie_on_the_long_axis_of_a_launch():
+    """Requirement 12: a grid holds 65535 programs on its other axes, here KV heads and at most 1024 splits."""
+    from cascade_lab.evidence.reads import Launch, record_loads
+
+    case = attention_case([70, 1, 3], [90, 4, 8], heads=(4, 2))
+    with record_loads(**case.tensors) as record:
+        run(case, "triton", num_splits=3)
+    kernel, merge = record.launches
+    assert kernel == Launch("_attention_kernel", (3 * 2, 2, 3))
+    assert (merge.kernel, merge.grid[1:]) == ("_merge_many_kernel", (1, 1))
+    with pytest.raises(ValueError, match="num_splits: expected an integer from 1 to 1024, given 1025"):
+        run(case, "triton", num_splits=1025)
 
 
 @pytest.mark.parametrize(

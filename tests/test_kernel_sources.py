@@ -33,6 +33,16 @@ def test_kernels_use_no_library_or_vendor_function(path):
     assert not any("libdevice" in ast.dump(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import))
 
 
+def test_every_product_states_its_precision():
+    """K44: a compiler's default for float32 is TF32, and the interpreter, always exact, would not show it."""
+    calls = [node for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+    products = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "dot"]
+    assert len(products) >= 3
+    for call in products:
+        stated = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        assert stated == {"input_precision": "ieee"}, f"line {call.lineno}"
+
+
 def test_vendor_launch_options_stay_with_their_vendor():
     """K55: a register limit is an option of one vendor's compiler."""
     for head_dim in (64, 128, 256, 576):
