@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cascade_lab import paging, runtime
@@ -429,7 +430,7 @@ def _gather_rows(rows: np.ndarray, world_size: int, group, where: str) -> np.nda
         gathered = torch.empty((world_size * most, rows.shape[1]), dtype=torch.int64, device=device)
         if most:
             _all_gather_flat(gathered, padded, group=group)
-    parts = gathered.view(world_size, most, -1).cpu().numpy()
+    parts = gathered.view(world_size, most, rows.shape[1]).cpu().numpy()
     return np.concatenate([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
 
 
@@ -537,7 +538,8 @@ def _merge_over_group(
         if mode == "scatter":
             slices = [tuple(x.contiguous() for x in own) for own in zip(o.chunk(W, 1), lse.chunk(W, 1), strict=True)]
             return _merge_parts(*_parts_of_all(slices, rank, group), (T, H // W), out_dtype, backend)
-        o, lse = o.reshape(T * H, D), lse.reshape(T * H)
+        # a slice of columns or heads may be viewed as rows and still not be one piece of memory
+        o, lse = o.reshape(T * H, D).contiguous(), lse.reshape(T * H).contiguous()
         if algorithm == "gather":
             return _merge_parts(*_parts_of_all([(o, lse)] * W, rank, group), (T, H), out_dtype, backend)
         return tuple(x.view(T, H, *x.shape[1:]) for x in _exchange(o, lse, rank, group, out_dtype, backend))
@@ -598,7 +600,8 @@ def _merge_parts(
 
 
 def _reduce(o, lse, group, wire_dtype, out_dtype) -> tuple[Tensor, Tensor]:
-    lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    # what is added has to lie alike on all ranks
+    lse = torch.where(lse == torch.inf, -torch.inf, lse).contiguous()
     # a maximum may lose a NaN on the way, a sum does not
     peak = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -607,7 +610,7 @@ def _reduce(o, lse, group, wire_dtype, out_dtype) -> tuple[Tensor, Tensor]:
     total = weight.clone()
     dist.all_reduce(total, group=group)
     share = (weight / torch.where(total == 0, 1.0, total)).to(wire_dtype)
-    o = torch.where((lse == -torch.inf)[..., None], 0.0, o.to(wire_dtype)).mul_(share[..., None])
+    o = torch.where((lse == -torch.inf)[..., None], 0.0, o.to(wire_dtype)).mul_(share[..., None]).contiguous()
     dist.all_reduce(o, group=group)
     return o.to(out_dtype), shift + total.log()
 
@@ -660,7 +663,7 @@ class _MergeAcross(torch.autograd.Function):
         _keep(ctx, inputs, output)
         return output
 
-    backward = staticmethod(_merge_backward)
+    backward = staticmethod(once_differentiable(_merge_backward))
 
 
 _merge_op = torch.library.custom_op("cascade_lab::merge_across_ranks", _merge_over_group, mutates_args=())
