@@ -157,7 +157,7 @@ def run_ranks(program: Callable, world_size: int, *, timeout: float = 90, **argu
 
 
 def bytes_sent() -> int:
-    """Bytes that this process has handed to its TCP connections so far, as the kernel of a Linux system counts them.
+    """Bytes that this process has sent over TCP so far, each once, as the kernel of a Linux system counts them.
 
     Raises:
         NotImplementedError: the system keeps no such count.
@@ -168,7 +168,8 @@ def bytes_sent() -> int:
             if os.readlink(entry).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                     counters = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += struct.unpack_from("<Q", counters, 200)[0]  # tcpi_bytes_sent, see linux/tcp.h
+                sent, repeated = struct.unpack_from("<QQ", counters, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
+                total += sent - repeated
                 seen = True
     if not seen:
         raise NotImplementedError("no TCP connection of this process says how many bytes it sent")
