@@ -20,9 +20,10 @@ takes one step. The transport is torch.distributed's own: gloo on CPU, NCCL on G
 from __future__ import annotations
 
 import contextlib
+import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,11 +33,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cascade_lab import paging, runtime
-from cascade_lab.levels import Level, cascade_attention
+from cascade_lab.attention import check_heads
+from cascade_lab.levels import Level, cascade_attention, ledger
 from cascade_lab.sharding import (
     TOKEN_LAYOUTS,
     Shard,
     check_counted_once,
+    check_rank,
     check_replicated,
     deal_level,
     held_tokens,
@@ -48,6 +51,9 @@ from cascade_lab.states import OUT_DTYPES, State, check_state, merge_state, merg
 MODES = ("all", "scatter")
 ALGORITHMS = ("auto", "gather", "reduce", "exchange")
 WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+CALLS = ("merge_across_ranks", "sharded_attention", "ring_attention")
+# what the ranks tell each other of their arguments, and the most of it
+SAID = 24
 
 # torch 2.13 renamed it and warns about the old name
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,13 +85,13 @@ def merge_across_ranks(
         backend: of the local merge, as in `merge_states`.
 
     Returns:
-        State `[T, H, D]`, `[T, H]` ("scatter": `[T, H/W, D]`, `[T, H/W]`). Differentiable: the gradient of a rank's
-        state is that of the sum of all ranks' losses.
+        State `[T, H, D]`, `[T, H]` ("scatter": `[T, H/W, D]`, `[T, H/W]`). Differentiable once: the gradient of a
+        rank's state is that of the sum of all ranks' losses, so every rank runs its backward pass.
 
     Raises:
-        TypeError, ValueError: a bad argument on this rank or, naming the rank, on another; shapes, dtypes or options
-            that differ between ranks. Every rank raises, none waits. Under `unchecked()` and torch.compile ranks do not
-            compare notes first.
+        TypeError, ValueError: a bad argument on this rank or, naming the rank, on another; shapes, dtypes, options or
+            the need of a gradient that differ between ranks. Every rank raises, none waits. Under `unchecked()` and
+            torch.compile ranks do not compare notes first.
         RuntimeError: no process group, or a rank was lost on the way.
 
     Under torch.compile a call is one operator.
@@ -111,8 +117,10 @@ def merge_bytes(
     Transport headers and the few numbers by which ranks compare their arguments are not counted.
 
     Raises:
-        ValueError: an unknown mode, or with "scatter" heads that W does not divide.
+        TypeError, ValueError: a rank outside the group, an unknown mode, or "scatter" with heads that W does not
+            divide.
     """
+    check_rank(rank, world_size)
     W, n = world_size, T * H
     full, back = (D * dtype.itemsize + lse_dtype.itemsize for dtype in (wire_dtype, out_dtype))
     if mode == "scatter":
@@ -143,7 +151,20 @@ class LocalCache:
 
     @classmethod
     def of(cls, k_cache: Tensor, v_cache: Tensor, shard: Shard) -> LocalCache:
-        """This rank's pages, copied out of a whole cache."""
+        """This rank's pages, copied out of a whole cache.
+
+        Raises:
+            ValueError: a cache in other pages than the plan's, or without some of them.
+        """
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            runtime.check_is_tensor(name, x)
+            if x.dim() != 4 or (len(shard.page_ids) and x.shape[1] != shard.page_size):
+                raise ValueError(
+                    f"{name}: expected [num_pages, page_size, H_kv, D] in the plan's pages of {shard.page_size}, "
+                    f"given {tuple(x.shape)}"
+                )
+            if len(shard.page_ids) and int(shard.page_ids.max()) >= len(x):
+                raise ValueError(f"{name}: expected page {int(shard.page_ids.max())} of the plan, given {len(x)} pages")
         pages = shard.page_ids.to(k_cache.device)
         return cls(k_cache[pages], v_cache[pages], pages)
 
@@ -196,6 +217,9 @@ def sharded_attention(
             raise TypeError(f"local_cache: expected a LocalCache, given {type(local_cache).__name__}")
         if not isinstance(levels, Sequence):
             raise TypeError(f"levels: expected a sequence of Level, given {type(levels).__name__}")
+        for i, level in enumerate(levels):
+            if not isinstance(level, Level):
+                raise TypeError(f"levels[{i}]: expected a Level, given {type(level).__name__}")
         shared = check_replicated(replicated, len(levels))
         rank, world_size = _place(group)
         return [deal_level(level, rank, world_size) if i in shared else level for i, level in enumerate(levels)]
@@ -217,9 +241,11 @@ def sharded_attention(
         )
 
     if runtime.checks_enabled():
-        _check_each_key_once(plan, local_cache, group, where)
+        _check_each_key_once(plan, q, local_cache, levels, replicated, group, where, backend)
     out_dtype = out_dtype if out_dtype is not None or not isinstance(q, Tensor) else q.dtype
-    return _merge(attend, where, group, mode, algorithm, wire_dtype, out_dtype, backend)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None and isinstance(q, Tensor) and q.dim() else softmax_scale
+    options = group, mode, algorithm, wire_dtype, out_dtype, backend
+    return _merge(attend, where, *options, softmax_scale=scale, softcap=softcap)
 
 
 def ring_attention(
@@ -273,9 +299,23 @@ def ring_attention(
                 )
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise RuntimeError("ring_attention has no gradient: call it under torch.no_grad()")
-        lengths = zlib.crc32(repr([int(n) for n in prompt_lens]).encode())
-        shapes = {"H_q": q.shape[1], "D": q.shape[2], "H_kv": k.shape[1], "D_v": v.shape[2]}
-        return shapes | {"dtype": _code(q.dtype), "prompt_lens": lengths, "layout": TOKEN_LAYOUTS.index(layout)}
+        # no rows: what is left are the checks of all other arguments, before anything is sent
+        nothing = torch.zeros(0, dtype=torch.int32)
+        level = _on(Level(torch.zeros(1, dtype=torch.int32), nothing[:, None], nothing, 1), q.device)
+        out = q.dtype if out_dtype is None else out_dtype
+        _attend_to(q[:0], k, v, [level], out, softmax_scale, softcap, num_splits, reads, backend)
+        scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+        return {
+            "dtype": _code(q.dtype),
+            "H_q": q.shape[1],
+            "D": q.shape[2],
+            "H_kv": k.shape[1],
+            "D_v": v.shape[2],
+            "layout": TOKEN_LAYOUTS.index(layout),
+            "prompt_lens": zlib.crc32(repr([int(n) for n in prompt_lens]).encode()),
+            "softmax_scale": _bits(scale),
+            "softcap": _bits(softcap),
+        }
 
     _agree(check, group, where)
     rank, world_size = _place(group)
@@ -305,7 +345,7 @@ def _attend_to(q, k, v, levels, wide, softmax_scale, softcap, num_splits, reads,
     page_size = levels[0].page_size
     return cascade_attention(
         q,
-        *(x.view(-1, page_size, *x.shape[1:]) for x in (k, v)),
+        *(x.view(len(x) // page_size, page_size, *x.shape[1:]) for x in (k, v)),
         [_on(level, q.device) for level in levels],
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -338,8 +378,11 @@ def _pass_on(k: Tensor, v: Tensor, tokens: int, group):
     return wait
 
 
-def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, backend) -> State:
-    """Make this rank's state, agree with the others, merge; an error of one rank is raised by all."""
+def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, backend, **numbers: float) -> State:
+    """Make this rank's state, agree with the others, merge; an error of one rank is raised by all.
+
+    `numbers` are further arguments that `make` has checked and that have to be the same on all ranks.
+    """
     made: list[tuple[State, torch.dtype, torch.dtype, str]] = []
 
     def check() -> dict[str, int]:
@@ -348,10 +391,16 @@ def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, back
             raise TypeError(f"state: expected State(o, lse), given {type(state).__name__}")
         made.append((State(*state), *_check_options(State(*state), group, mode, algorithm, wire_dtype, out_dtype)))
         (o, lse), wire, out, chosen = made[0]
-        runtime.pick_backend(backend, o)
+        if runtime.pick_backend(backend, o) == "triton" and torch.float64 in (o.dtype, lse.dtype, wire, out):
+            raise TypeError(
+                f"state: expected no float64 with backend='triton', given o {o.dtype}, lse {lse.dtype}, "
+                f"wire_dtype {wire}, out_dtype {out}"
+            )
         codes = {"dtype of o": _code(o.dtype), "dtype of lse": _code(lse.dtype)}
         codes |= {"wire_dtype": _code(wire), "out_dtype": _code(out), "mode": MODES.index(mode)}
-        return dict(zip("THD", o.shape, strict=True)) | codes | {"algorithm": ALGORITHMS.index(chosen)}
+        codes |= {"algorithm": ALGORITHMS.index(chosen)}
+        codes |= {"requires_grad": torch.is_grad_enabled() and (o.requires_grad or lse.requires_grad)}
+        return dict(zip("THD", o.shape, strict=True)) | codes | {name: _bits(x) for name, x in numbers.items()}
 
     _agree(check, group, where)
     (o, lse), wire, out, chosen = made[0]
@@ -392,26 +441,40 @@ def _check_scatter(H: int, world_size: int) -> None:
         raise ValueError(f"mode: expected heads that {world_size} ranks divide for 'scatter', given H = {H}")
 
 
-def _check_each_key_once(plan, local_cache: LocalCache, group, where: str) -> None:
+def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, group, where: str, backend: str) -> None:
     rectangles = np.zeros((0, 5), np.int64)
 
     def describe() -> dict[str, int]:
         nonlocal rectangles
         own = plan()
-        num_pages, page_size = local_cache.k_cache.shape[:2]
-        if local_cache.page_ids.shape != (num_pages,) or local_cache.page_ids.dtype != torch.int64:
+        k_cache, page_ids = local_cache.k_cache, local_cache.page_ids
+        runtime.check_is_tensor("q", q)
+        check_heads(q, k_cache, local_cache.v_cache, runtime.pick_backend(backend, q))
+        num_pages, page_size, num_kv_heads = k_cache.shape[:3]
+        runtime.check_is_tensor("local_cache.page_ids", page_ids)
+        if page_ids.shape != (num_pages,) or page_ids.dtype != torch.int64:
             raise ValueError(
                 f"local_cache.page_ids: expected [num_pages] = [{num_pages}] int64, given "
-                f"{tuple(local_cache.page_ids.shape)} {local_cache.page_ids.dtype}"
+                f"{tuple(page_ids.shape)} {page_ids.dtype}"
             )
-        for i, level in enumerate(own):
+        ledger([replace(level, tree_mask=None, tail_seqlens=None) for level in levels])  # refuses what does not fit
+        for i, level in enumerate(levels):
             try:
+                if page_size % level.page_size:
+                    raise ValueError(f"page_size: expected a divisor of {page_size}, given {level.page_size}")
                 fine_pages = num_pages * page_size // level.page_size
                 paging.check_page_table(level.page_table, level.cache_seqlens, fine_pages, level.page_size)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
-        rectangles = key_rectangles(own, local_cache.page_ids, page_size)
-        return {"number of levels": len(own), "page size": page_size}
+        rectangles = key_rectangles(own, page_ids, page_size)
+        whole = key_rectangles([levels[i] for i in sorted(replicated)], page_ids, page_size)
+        return {
+            "number of levels": len(own),
+            "page size": page_size,
+            "H_kv": num_kv_heads,
+            "replicated": sum(1 << i for i in replicated if i < 63),
+            "keys of replicated levels": zlib.crc32(whole.tobytes()),
+        }
 
     _agree(describe, group, where)
     rank, world_size = _place(group)
@@ -444,16 +507,16 @@ def _agree(check, group, where: str) -> None:
         return
     rank, world_size = _place(group)
     try:
-        said, problem = check(), None
+        said, problem = {"call": CALLS.index(where)} | check(), None
     except Exception as error:
         said, problem = {}, error
     if world_size > 1:
         device = _wire_device(group)
         own = torch.tensor([problem is not None, *said.values()], dtype=torch.int64)
         # one size for all, whatever a rank has to say
-        vector = torch.nn.functional.pad(own, (0, 16 - len(own))).to(device)
+        vector = torch.nn.functional.pad(own, (0, SAID - len(own))).to(device)
         with _over_the_wire(where, group):
-            everyone = torch.empty((world_size, 16), dtype=torch.int64, device=device)
+            everyone = torch.empty((world_size, SAID), dtype=torch.int64, device=device)
             _swap([[vector]] * world_size, [[x] for x in everyone], rank, group or dist.group.WORLD)
     if problem is not None:
         raise problem
@@ -473,11 +536,23 @@ def _agree(check, group, where: str) -> None:
 
 
 def _spell(name: str, value: int) -> str:
+    known = {"call": CALLS, "mode": MODES, "algorithm": ALGORITHMS, "layout": TOKEN_LAYOUTS}
     if "dtype" in name:
         return str(OUT_DTYPES[value])
-    if name in ("mode", "algorithm", "layout"):
-        return {"mode": MODES, "algorithm": ALGORITHMS, "layout": TOKEN_LAYOUTS}[name][value]
-    return "other lengths" if name == "prompt_lens" else str(value)
+    if name in known:
+        return repr(known[name][value])
+    if name in ("softmax_scale", "softcap"):
+        return str(struct.unpack("<d", struct.pack("<q", value))[0])
+    if name == "replicated":
+        return str([i for i in range(63) if value >> i & 1])
+    if name == "requires_grad":
+        return str(bool(value))
+    return f"digest {value:08x}" if name in ("prompt_lens", "keys of replicated levels") else str(value)
+
+
+def _bits(x: float) -> int:
+    """The float64 as an integer."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
 def _code(dtype: torch.dtype) -> int:

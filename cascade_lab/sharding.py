@@ -20,7 +20,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from cascade_lab import paging
+from cascade_lab import paging, runtime
 from cascade_lab.levels import Ledger, Level, check_at_least, ledger
 from cascade_lab.regions import Dense, Region, check_length
 
@@ -44,6 +44,11 @@ class Shard:
     levels: tuple[Level, ...]
     page_ids: torch.Tensor
     replicated: tuple[int, ...] = ()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page of the cache: the largest page of the levels."""
+        return max((level.page_size for level in self.levels), default=1)
 
 
 def shard_levels(
@@ -70,13 +75,20 @@ def shard_levels(
     Raises:
         TypeError, ValueError: an argument out of range, or a level that cannot be sharded.
     """
-    _check_rank(rank, world_size)
+    check_rank(rank, world_size)
     _check_layout(layout, PAGE_LAYOUTS)
+    # what it refuses of offsets, tables and lengths; masks need no look
+    ledger([replace(x, tree_mask=None, tail_seqlens=None) if isinstance(x, Level) else x for x in levels])
     replicated = check_replicated(replicated, len(levels))
-    page_size = max((level.page_size for level in levels), default=1)
+    page_size = max(level.page_size for level in levels)
     parts, kept = [], []
     for i, level in enumerate(levels):
         if i in replicated:
+            if page_size % level.page_size:
+                raise ValueError(
+                    f"levels[{i}] {level.name!r}: page_size: expected a divisor of the largest, {page_size}, "
+                    f"given {level.page_size}"
+                )
             coarse = _pages_read(level) * level.page_size // page_size
             parts.append(level)
         else:
@@ -90,7 +102,9 @@ def shard_levels(
             parts.append(_own_pages(level, rank, world_size, layout))
             coarse = _pages_read(parts[-1])
         kept.append(coarse)
-    page_ids, first = np.unique(np.concatenate(kept) if kept else np.zeros(0, np.int64), return_index=True)
+    page_ids, first = np.unique(np.concatenate(kept), return_index=True)
+    if page_ids.min(initial=0) < 0:
+        raise ValueError(f"page_table: expected page ids >= 0 within the lengths, given {page_ids.min()}")
     page_ids = page_ids[np.argsort(first)]  # in the order of the requests, so that a request's pages lie together
     return Shard(
         tuple(_renumber(level, page_ids, page_size) for level in parts), torch.from_numpy(page_ids), tuple(replicated)
@@ -99,6 +113,9 @@ def shard_levels(
 
 def deal_level(level: Level, rank: int, world_size: int) -> Level:
     """This rank's part of a level that every rank holds: the keys of request i are read on rank i mod W alone."""
+    check_rank(rank, world_size)
+    for name in ("cu_seqlens_q", "cache_seqlens"):
+        runtime.check_is_tensor(name, getattr(level, name))
     requests = len(level.cache_seqlens)
     own = torch.arange(requests, device=level.cache_seqlens.device) % world_size == rank
     tails = level.tail_seqlens
@@ -166,8 +183,8 @@ def ring_levels(
     Returns:
         Levels that have something to read; none when all of the holder's tokens come later.
     """
-    _check_rank(rank, world_size)
-    _check_rank(holder, world_size)
+    check_rank(rank, world_size)
+    check_rank(holder, world_size)
     shares = [split_tokens(n, world_size, layout) for n in prompt_lens]
     rows = [share[rank] for share in shares]
     cu = _offsets([stop - start for slices in rows for start, stop in slices])
@@ -277,8 +294,32 @@ def own_levels(shard: Shard, rank: int, world_size: int) -> list[Level]:
     ]
 
 
+def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: str = "zigzag") -> torch.Tensor:
+    """Where the tokens that a rank holds stand among all prompts packed one after another, `[tokens]` int64.
+
+    `q[held_rows(...)]` are the rank's rows in the order that `ring_levels` and `distributed.ring_attention` expect.
+    """
+    check_rank(rank, world_size)
+    starts = _offsets(prompt_lens)
+    shares = [split_tokens(n, world_size, layout)[rank] for n in prompt_lens]
+    runs = [
+        torch.arange(at + start, at + stop)
+        for at, slices in zip(starts, shares, strict=False)
+        for start, stop in slices
+    ]
+    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
+
+
 def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: str = "zigzag") -> list[int]:
-    """Tokens that each rank holds of all prompts."""
+    """Tokens that each rank holds of all prompts.
+
+    Raises:
+        TypeError, ValueError: prompt_lens that is no sequence of counts, no rank, or an unknown layout.
+    """
+    if not isinstance(prompt_lens, Sequence):
+        raise TypeError(f"prompt_lens: expected a sequence of token counts, given {type(prompt_lens).__name__}")
+    check_at_least("world_size", world_size, 1)
+    _check_layout(layout, TOKEN_LAYOUTS)
     shares = [split_tokens(n, world_size, layout) for n in prompt_lens]
     return [sum(stop - start for share in shares for start, stop in share[rank]) for rank in range(world_size)]
 
@@ -395,7 +436,7 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
     return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).tolist()
 
 
-def _check_rank(rank: int, world_size: int) -> None:
+def check_rank(rank: int, world_size: int) -> None:
     check_at_least("world_size", world_size, 1)
     check_at_least("rank", rank, 0)
     if rank >= world_size:
