@@ -1,5 +1,6 @@
 # make run   execute every notebook into build/ and print the table of claims
 # make test  everything CI checks
+# make site  web pages of notebooks, claims and package in build/site, without running anything
 # make fuzz  the property suites at length: SEED=, EXAMPLES= (cases in all) and TESTS= repeat a run
 PYTHON ?= python3
 VENV := .venv
@@ -35,6 +36,17 @@ lint: venv
 
 bench: venv
 	$(PY) -m cascade_lab bench --cpu
+
+site: venv
+	$(PY) -m cascade_lab site
+
+# JupyterLab and the site in a real browser; its own packages come on top of the environment.
+browser-test: venv
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		[ "$$(id -u)" = 0 ] || { echo "browser-test needs Chromium; on Debian: apt-get install chromium" >&2; exit 1; }; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	$(PY) -m pytest tests/browser/check_site.py tests/browser/check_jupyterlab.py -p no:cacheprovider
 
 clean:
 	rm -rf build dist .venv .pytest_cache .ruff_cache *.egg-info

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 from latex2mathml.converter import convert
 
 _NAMESPACE = "http://www.w3.org/1998/Math/MathML"
+_LONG = 32
 _TAG = re.compile(r"\\tag\{([^{}]*)\}")
 _FENCES = frozenset("()[]{}|⌈⌉⌊⌋")
 _PARTS = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
@@ -36,7 +37,8 @@ def to_mathml(tex: str, *, block: bool = False) -> str:
     Args:
         tex: the formula without its dollar signs.
         block: on a line of its own, inside a `span` of class "equation"; the number of a \tag stands beside it, in a
-            `span` of class "number".
+            `span` of class "number". A long formula within a line is inside a `span` of class "formula", for a browser
+            breaks no formula and a narrow page has to scroll it.
 
     Raises:
         FormulaError: a command that is not known, or a formula that does not parse.
@@ -71,7 +73,7 @@ def to_mathml(tex: str, *, block: bool = False) -> str:
     root.set("xmlns", _NAMESPACE)
     math = ElementTree.tostring(root, encoding="unicode")
     if not block:
-        return math
+        return f'<span class="formula">{math}</span>' if len(body) > _LONG else math
     number = "".join(f'<span class="number">({escape(tag)})</span>' for tag in tags)
     return f'<span class="equation">{math}{number}</span>'
 

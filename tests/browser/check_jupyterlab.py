@@ -1,0 +1,223 @@
+"""JupyterLab itself: each notebook opened in a browser, Run All chosen from the menu, and what is then shown read.
+
+Everything happens on a copy without outputs, so that all that is seen comes from this run, and with a home of its
+own, so that neither the checkout nor the reader's settings are touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import nbformat
+import pytest
+
+from cascade_lab.evidence.claims import HOLDS, gather
+from tests.browser.conftest import CHECKOUT
+
+NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
+START_S, RUN_S = 120, 400
+# All cells in the page at once, so that they can be counted; no question on leaving, no news from outside.
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none", "recordTiming": False},
+    "docmanager-extension/plugin": {"autosave": False},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
+# The committed outputs, which the counts below are compared with, come from the CPU interpreter.
+ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running JupyterLab: its address, its token and the folder it shows."""
+
+    url: str
+    token: str
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    place = tmp_path_factory.mktemp("jupyterlab")
+    root, home = place / "checkout", place / "home"
+    for name in ("notebooks", "figures"):
+        shutil.copytree(CHECKOUT / name, root / name)
+    for path in (root / "notebooks").glob("*.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        nbformat.write(notebook, path)
+    for name, values in SETTINGS.items():
+        file = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values))
+    port, token = free_port(), secrets.token_hex(16)
+    folders = {f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    environment = (
+        os.environ
+        | ON_CPU
+        | folders
+        | {
+            "HOME": str(home),
+            "IPYTHONDIR": str(home / "ipython"),
+            "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+            "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+            "JUPYTER_PREFER_ENV_PATH": "1",
+            "PYTHONPATH": str(CHECKOUT),
+        }
+    )
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}"]
+    command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"]
+    with (place / "server.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True)
+    running = Server(f"http://127.0.0.1:{port}", token, root)
+    try:
+        wait_for(running, process, place / "server.log")
+        yield running
+    finally:
+        # the server ends its kernels when it is asked to stop
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(server, process, log):
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"JupyterLab ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+        try:
+            with urllib.request.urlopen(f"{server.url}/api?token={server.token}", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    pytest.fail(f"JupyterLab did not answer within {START_S} s:\n{log.read_text()[-2000:]}")
+
+
+@pytest.fixture
+def page(browser, server):
+    """A page that may talk to the server alone."""
+    context = browser.new_context(viewport={"width": 1280, "height": 1000})
+    foreign, errors = [], []
+
+    def route(request):
+        host = urlsplit(request.request.url)
+        if host.scheme in ("data", "blob") or request.request.url.startswith(server.url):
+            return request.continue_()
+        foreign.append(request.request.url)
+        return request.abort()
+
+    context.route("**/*", route)
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert foreign == []
+    assert errors == []
+
+
+def open_and_run_all(page, server, path):
+    page.goto(f"{server.url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path}?token={server.token}")
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=START_S * 1000)
+    # asked before its kernel is there, JupyterLab opens a dialog instead of running anything
+    page.get_by_text("| Idle").wait_for(timeout=START_S * 1000)
+    page.locator(".lm-MenuBar-itemLabel", has_text="Run").click()
+    page.locator(".lm-Menu-itemLabel").get_by_text("Run All Cells", exact=True).click()
+
+
+def end_kernels(page, server):
+    for session in page.request.get(f"{server.url}/api/sessions?token={server.token}").json():
+        page.request.delete(f"{server.url}/api/sessions/{session['id']}?token={server.token}")
+
+
+# how JupyterLab shows both what raises and what is written to stderr
+ERROR = '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]'
+STATE = """() => {
+  const cells = [...document.querySelectorAll('.jp-Notebook .jp-CodeCell')];
+  const prompts = cells.map(c => c.querySelector('.jp-InputArea-prompt').textContent.trim());
+  const outputs = kind => [...document.querySelectorAll(`.jp-OutputArea-output[data-mime-type="${kind}"]`)];
+  const box = node => { const r = node.getBoundingClientRect(); return [r.width, r.height]; };
+  return {
+    cells: cells.length,
+    ran: prompts.filter(p => /^\\[\\d+\\]:$/.test(p)).length,
+    waiting: prompts.filter(p => p === '[*]:').length,
+    errors: outputs('application/vnd.jupyter.stderr').map(o => o.textContent),
+    pictures: [...document.querySelectorAll('.jp-OutputArea-output img, .jp-OutputArea-output > svg')].map(i =>
+      [i.complete !== false && i.naturalWidth !== 0, ...box(i)]),
+    claims: outputs('text/markdown').map(o => o.textContent.trim()).filter(t => /^[✓✗–]/.test(t)),
+    formulas: document.querySelectorAll('.jp-Notebook mjx-container').length,
+    misread: [...document.querySelectorAll('.jp-Notebook mjx-merror')].map(e => e.textContent),
+  };
+}"""
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_run_all_gives_the_claims_and_figures_that_are_committed(name, server, page, pictures):
+    committed = nbformat.read(CHECKOUT / "notebooks" / f"{name}.ipynb", as_version=4)
+    code = [cell for cell in committed.cells if cell.cell_type == "code"]
+    images = [out for cell in code for out in cell.outputs if "image/png" in out.get("data", {})]
+    claims = gather(committed)
+    assert claims
+    assert all(claim.verdict == HOLDS for claim in claims)
+
+    open_and_run_all(page, server, f"notebooks/{name}.ipynb")
+    deadline = time.monotonic() + RUN_S
+    while True:
+        state = page.evaluate(STATE)
+        assert state["errors"] == []
+        if state["waiting"] == 0 and state["ran"] == state["cells"]:
+            break
+        assert time.monotonic() < deadline, f"{state['waiting']} of {state['cells']} cells still wait after {RUN_S} s"
+        page.wait_for_timeout(500)
+    # the last output is drawn after its cell is done
+    page.wait_for_function("document.querySelectorAll('.jp-OutputArea-output img').length >= " + str(len(images)))
+    state = page.evaluate(STATE)
+
+    assert state["cells"] == len(code)
+    assert state["errors"] == []
+    assert [line.split()[1] for line in state["claims"]] == [claim.id for claim in claims]
+    assert [line for line in state["claims"] if not line.startswith("✓") or " holds: " not in line] == []
+    assert len(state["pictures"]) == len(images)
+    for loaded, width, height in state["pictures"]:
+        assert loaded
+        assert min(width, height) > 50
+    assert state["formulas"] > 10
+    assert state["misread"] == []
+    page.screenshot(path=pictures / f"jupyterlab_{name}.png")
+    end_kernels(page, server)
+
+
+def test_a_failing_cell_is_seen(server, page):
+    """The check above can fail: a claim that does not hold leaves an error output, and its line says so."""
+    source = "from cascade_lab.evidence.claims import claim\nclaim('9.1', 'a sum', measured=3, expected=4)"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)], metadata={"kernelspec": kernel})
+    nbformat.write(notebook, server.root / "failing.ipynb")
+    open_and_run_all(page, server, "failing.ipynb")
+    page.wait_for_selector(ERROR, timeout=START_S * 1000)
+    state = page.evaluate(STATE)
+    assert "claim 9.1 fails" in state["errors"][0]
+    assert [line[0] for line in state["claims"]] == ["✗"]
+    end_kernels(page, server)

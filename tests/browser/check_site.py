@@ -1,0 +1,234 @@
+"""The site as a reader meets it: opened from a folder without network, on a desk and on a phone, by eye and by ear.
+
+The explorer's numbers are compared with the package, integer by integer. Screenshots go to build/browser.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import cascade_lab as cl
+from cascade_lab.evidence import api_pages, site
+from tests.browser.conftest import CHECKOUT
+
+AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
+NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
+PAGES = ["index", "explorer", *NOTEBOOKS, "api/index", *(f"api/{name}" for name in api_pages.module_names())]
+WIDTHS = {"desk": 1280, "phone": 360}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("site with space") / "site"
+    assert site.build(CHECKOUT / "notebooks", place) == 0
+    return place
+
+
+@pytest.fixture
+def page(browser):
+    """A page without network; what it asks for beyond files, and what it complains about, fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    asked, complaints = [], []
+
+    def route(request):
+        if urlsplit(request.request.url).scheme in ("file", "data"):
+            return request.continue_()
+        asked.append(request.request.url)
+        return request.abort()
+
+    context.route("**/*", route)
+    page = context.new_page()
+    page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    context.close()
+    assert asked == []
+    assert complaints == []
+
+
+@pytest.mark.parametrize("device", WIDTHS)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_readable(name, device, page, folder, pictures):
+    page.set_viewport_size({"width": WIDTHS[device], "height": 900})
+    page.goto((folder / f"{name}.html").as_uri())
+    for details in page.query_selector_all("details"):
+        details.evaluate("node => node.open = true")
+    assert page.evaluate(AUDIT) == []
+    # beyond some 16000 pixels Chromium repeats itself
+    height = min(page.evaluate("document.documentElement.scrollHeight"), 12000)
+    page.set_viewport_size({"width": WIDTHS[device], "height": height})
+    page.screenshot(path=pictures / f"{name.replace('/', '_')}_{device}.png")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name, page, folder):
+    place = folder / f"{name}.html"
+    page.goto(place.as_uri())
+    links = page.evaluate("[...document.querySelectorAll('a[href]')].map(a => a.href)")
+    assert links
+    anchors = {}
+    for link in set(links):
+        parts = urlsplit(link)
+        if parts.scheme == "https":
+            continue
+        assert parts.scheme == "file", link
+        target = Path(unquote(parts.path))
+        assert target.is_file(), link
+        assert target.is_relative_to(folder), link
+        if parts.fragment:
+            if target not in anchors:
+                page.goto(target.as_uri())
+                anchors[target] = set(page.evaluate("[...document.querySelectorAll('[id]')].map(n => n.id)"))
+            assert unquote(parts.fragment) in anchors[target], link
+
+
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAAAAAAALAAAAAABAAEAAAIBTAA7"
+FAULTS = {
+    "language: none": "<!DOCTYPE html><title>t</title><main><h1>t</h1></main>",
+    "title: none": '<html lang="en"><main><h1>t</h1></main>',
+    "heading: level 3 after 1": "<h1>t</h1><h3>deeper</h3>",
+    "heading: expected one h1": "<h1>t</h1><h1>u</h1>",
+    "id: used twice": '<h1 id="a">t</h1><p id="a">again</p>',
+    "alternative text: none data": f'<h1>t</h1><img src="{PIXEL}">',
+    "image: not shown": '<h1>t</h1><img alt="a" src="data:image/png;base64,AAAA">',
+    "alternative text: none <svg>": "<h1>t</h1><svg><text>drawn</text></svg>",
+    "label: none <input>": "<h1>t</h1><input type='range'>",
+    "link: without a name": "<h1>t</h1><a href='#'></a>",
+    "overflow: ": "<h1>t</h1><div style='width:3000px'>wide</div>",
+    "contrast: 4.48": "<h1>t</h1><p style='color:#777'>pale</p>",
+    "contrast: 1.00": "<h1>t</h1><div style='background:#000'><p style='color:rgb(0 0 0)'>unseen</p></div>",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_audit_finds(fault, page):
+    """The checks above can fail: each of these pages has one fault."""
+    whole = FAULTS[fault].startswith("<!") or FAULTS[fault].startswith("<html")
+    frame = '<!DOCTYPE html><html lang="en"><title>t</title><main>{}</main></html>'
+    page.set_content(FAULTS[fault] if whole else frame.format(FAULTS[fault]))
+    (problem,) = page.evaluate(AUDIT)
+    assert problem.startswith(fault)
+
+
+def set_slider(page, id, value):
+    """Move a slider as a hand does: its value changes, and the page is told."""
+    page.evaluate(
+        "([id, value]) => { const s = document.getElementById(id); s.value = value; "
+        "s.dispatchEvent(new Event('input', { bubbles: true })); }",
+        [id, str(value)],
+    )
+
+
+def shown(page, id):
+    """An output's text without the spaces between groups of digits."""
+    return page.inner_text(f"#{id}").replace("\u202f", "")
+
+
+def rounded(fraction, digits):
+    """A fraction >= 0 in decimals, half up."""
+    scaled = int(fraction * 10**digits + Fraction(1, 2))
+    return f"{scaled // 10**digits}.{scaled % 10**digits:0{digits}}"
+
+
+LENGTHS = [0, 1, 15, 1000, 2000, 32768]
+TREES = [(1, 1), (1, 16), (4, 5), (4, 3), (16, 1), (16, 16), (7, 11)]
+
+
+@pytest.mark.parametrize("rows", ["branch", "node"])
+def test_the_explorer_counts_what_the_ledger_counts_of_verification(rows, page, folder):
+    page.goto((folder / "explorer.html").as_uri())
+    page.check(f"#rows-{rows}")
+    for topk, steps in TREES:
+        for length in LENGTHS if topk * steps < 100 else [0, 1, 1000]:
+            for id, value in (("L", length), ("topk", topk), ("S", steps)):
+                set_slider(page, id, value)
+            batch = cl.VerifyBatch([length], [cl.DraftTree.branches(topk, steps)], rows=rows)
+            ledgers = {plan: cl.ledger(batch.levels(plan)) for plan in ("naive", "cascade", "fused")}
+            for plan, ledger in ledgers.items():
+                assert shown(page, f"{plan}-reads") == str(ledger.kv_tokens), (length, topk, steps)
+                assert shown(page, f"{plan}-pairs") == str(ledger.pairs), (length, topk, steps)
+                ratio = Fraction(ledgers["naive"].kv_tokens, ledger.kv_tokens)
+                assert shown(page, f"{plan}-ratio") == rounded(ratio, 3), (length, topk, steps)
+                assert shown(page, "unique") == str(ledger.kv_tokens_unique), (length, topk, steps)
+            assert shown(page, "rows") == str(batch.num_rows)
+            widths = page.eval_on_selector_all(
+                "#verify-bars rect.reads", "bars => bars.map(b => +b.getAttribute('width'))"
+            )
+            most = ledgers["naive"].kv_tokens
+            assert widths == pytest.approx([178 * ledger.kv_tokens / most for ledger in ledgers.values()])
+            label = page.get_attribute("#verify-bars", "aria-label")
+            assert f"cascade {ledgers['cascade'].kv_tokens}" in label
+
+
+def test_the_explorer_counts_what_the_package_counts_of_a_prefix_hit(page, folder):
+    page.goto((folder / "explorer.html").as_uri())
+    for n in [1, 2, 3, 100, 999, 1000, 8192, 131072]:
+        set_slider(page, "N", n)
+        for thousandths in [0, 1, 333, 500, 707, 999, 1000]:
+            set_slider(page, "h", thousandths / 1000)
+            hit = cl.effective_hit(n * thousandths // 1000, n)
+            where = (n, thousandths)
+            assert shown(page, "hit-tokens") == str(hit), where
+            assert shown(page, "pairs-all") == str(cl.interactions(n)), where
+            assert shown(page, "pairs-left") == str(cl.interactions(n, hit)), where
+            assert shown(page, "pairs-fraction") == rounded(cl.remaining(n, hit), 6), where
+            assert shown(page, "limit-fraction") == rounded(1 - Fraction(hit, n) ** 2, 6), where
+            assert float(shown(page, "limit-fraction")) == pytest.approx(cl.remaining_limit(hit / n), abs=6e-7), where
+            assert shown(page, "rows-left") == str(n - hit), where
+            assert shown(page, "rows-fraction") == rounded(cl.linear_remaining(n, hit), 6), where
+            levels = cl.ledger(cl.prefix_hit_levels([n], [hit]))
+            assert shown(page, "reads-left") == shown(page, "reads-all") == str(levels.kv_tokens), where
+            assert shown(page, "pairs-left") == str(levels.pairs), where
+            label = page.get_attribute("#triangle", "aria-label")
+            assert f"{cl.interactions(hit)} saved above, {cl.interactions(n, hit)} left below" in label, where
+
+
+def test_the_explorer_is_used_by_keyboard_and_takes_typed_numbers(page, folder):
+    page.goto((folder / "explorer.html").as_uri())
+    assert [shown(page, f"{plan}-reads") for plan in ("naive", "cascade", "fused")] == ["8020", "2020", "2020"]
+    page.focus("#topk")
+    page.keyboard.press("ArrowRight")
+    assert page.input_value("#topk-number") == "5"
+    assert shown(page, "naive-reads") == str(5 * 2005)
+    page.keyboard.press("Home")
+    assert shown(page, "naive-ratio") == shown(page, "cascade-ratio") == "1.000"
+    page.fill("#L-number", "12345")
+    assert page.input_value("#L") == "12345"
+    assert shown(page, "cascade-reads") == str(12345 + 5)
+    for typed, taken in (("99999999", "32768"), ("-4", "0"), ("", "0"), ("7.6", "8")):
+        page.fill("#L-number", typed)
+        page.press("#L-number", "Tab")
+        assert page.input_value("#L-number") == page.input_value("#L") == taken
+        assert shown(page, "fused-reads") == str(int(taken) + 5)
+    page.press("#N-number", "Enter")
+    assert page.url.endswith("explorer.html")
+
+
+def test_every_control_of_the_explorer_has_a_name_and_is_reached_in_order(page, folder):
+    page.goto((folder / "explorer.html").as_uri())
+    page.focus("#L")
+    reached = ["L"]
+    for _ in range(10):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id"))
+    order = ["L", "L-number", "topk", "topk-number", "S", "S-number", "rows-branch"]
+    assert reached[:7] == order
+    assert {"N", "h"} & set(reached)
+    snapshot = page.locator("#verify").aria_snapshot()
+    for name in ("L, prefix tokens", "topk, branches", "S, draft tokens per branch"):
+        assert f'slider "{name}"' in snapshot
+        assert f'spinbutton "{name}, typed"' in snapshot
+
+
+@pytest.mark.parametrize("name", ["index", NOTEBOOKS[0]])
+def test_a_page_prints_without_its_navigation_and_without_cut_code(name, page, folder):
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 700, "height": 900})
+    page.goto((folder / f"{name}.html").as_uri())
+    assert not page.is_visible("header")
+    cut = page.evaluate("[...document.querySelectorAll('pre')].filter(p => p.scrollWidth > p.clientWidth + 1).length")
+    assert cut == 0

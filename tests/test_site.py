@@ -1,0 +1,421 @@
+"""The site and the exported pages: whole without network, true to the notebooks, and closed to what these bring along.
+
+What needs a browser to be seen is checked by `make browser-test`.
+"""
+
+import base64
+import inspect
+import re
+import shutil
+import subprocess
+import tomllib
+from fractions import Fraction
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+from bs4 import BeautifulSoup
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+import cascade_lab
+from cascade_lab import cli
+from cascade_lab.evidence import api_pages, export, notebooks, site
+from cascade_lab.evidence.claims import MIME, gather
+from cascade_lab.evidence.mathml import FormulaError, to_mathml
+from cascade_lab.evidence.parameters import NotebookError, UsageError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+NOTEBOOKS = {path.stem: path for path in sorted((CHECKOUT / "notebooks").glob("*.ipynb"))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("site") / "site"
+    assert cli.main(["site", "--output", str(place)]) == 0
+    return place
+
+
+@pytest.fixture(scope="module")
+def pages(folder):
+    """Every page of the site, parsed, by its path within the site."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found[path.relative_to(folder).as_posix()] = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+    return found
+
+
+def formulas(text):
+    """The formulas of a Markdown text, found without the exporter: code is cut out, then dollar signs are paired."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    return re.findall(r"(?<!\\)\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$", text, re.DOTALL)
+
+
+def plain(tex):
+    return " ".join(re.sub(r"\\tag\{.*?\}", "", tex).split())
+
+
+def test_the_site_has_a_page_for_everything(pages):
+    expected = {"index.html", "explorer.html", "api/index.html"} | {f"{name}.html" for name in NOTEBOOKS}
+    expected |= {f"api/{name}.html" for name in api_pages.module_names()}
+    assert set(pages) == expected
+    assert {"levels", "drafts", "prefix", "regions", "states", "evidence.claims"} < set(api_pages.module_names())
+
+
+def test_a_page_has_language_title_and_headings_in_order(pages):
+    titles = {}
+    for name, page in pages.items():
+        assert page.html["lang"] == "en", name
+        assert page.title.string.strip(), name
+        levels = [int(heading.name[1]) for heading in page.find_all(re.compile("^h[1-6]$"))]
+        assert levels.count(1) == 1, name
+        assert all(after <= before + 1 for before, after in zip([0, *levels], levels, strict=False)), name
+        ids = [node["id"] for node in page.find_all(id=True)]
+        assert len(ids) == len(set(ids)), name
+        titles.setdefault(page.title.string, []).append(name)
+    assert [same for same in titles.values() if len(same) > 1] == [["api/index.html", "index.html"]]
+
+
+def test_every_link_resolves(pages):
+    ids = {name: {node["id"] for node in page.find_all(id=True)} for name, page in pages.items()}
+    for name, page in pages.items():
+        links = [link["href"] for link in page.find_all("a", href=True)]
+        assert len(links) > 5, name
+        for link in links:
+            parts = urlsplit(link)
+            if parts.scheme:
+                assert parts.scheme == "https", (name, link)
+                continue
+            steps = [*name.split("/")[:-1], *parts.path.split("/")] if parts.path else name.split("/")
+            target = "/".join(step for i, step in enumerate(steps) if step != ".." and steps[i + 1 : i + 2] != [".."])
+            assert target in pages, (name, link)
+            assert not parts.fragment or unquote(parts.fragment) in ids[target], (name, link)
+
+
+def test_nothing_is_loaded_from_elsewhere(pages, folder):
+    for name, page in pages.items():
+        for node in page.find_all(src=True):
+            assert node["src"].startswith("data:image/"), (name, node.name)
+        for node in page.find_all("link"):
+            assert node["href"] == "data:,", name
+        assert page.find_all(["iframe", "object", "embed", "base"]) == []
+        assert not re.search(r"@import|url\(", "".join(style.string for style in page.find_all("style"))), name
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.count("<script") == (name == "explorer.html"), name
+        # addresses stand in links to be clicked, in the name of MathML, and in text
+        markup = re.sub(r'(src="data:|<a href=")[^"]+"', "", text)
+        attributes = re.findall(r'\w+="[^"]*//[^"]*"', markup)
+        assert set(attributes) <= {'xmlns="http://www.w3.org/1998/Math/MathML"'}, name
+
+
+def test_the_index_shows_the_thesis_of_the_readme_and_every_notebook(pages):
+    index = pages["index.html"]
+    text = " ".join(index.get_text().split())
+    introduction = README.split("\n## ", 1)[0].split("\n", 1)[1].replace("**", "").replace("*", "")
+    assert " ".join(introduction.split()) in text
+    assert "A plan has two ledgers" in " ".join(pages["explorer.html"].get_text().split())
+    for name, path in NOTEBOOKS.items():
+        heading = index.select_one(f'h3 a[href="{name}.html"]')
+        first = nbformat.read(path, as_version=4).cells[0].source.splitlines()[0]
+        assert heading.get_text() == first.removeprefix("# ")
+        row = next(line for line in README.splitlines() if line.startswith(f"| [{name}]"))
+        entry = heading.find_parent("section")
+        assert entry.p.get_text() == row.split("|")[2].strip()
+        assert entry.img["alt"] == re.search(r'alt="([^"]+)"', row)[1]
+
+
+def test_every_claim_is_in_the_table_with_its_values_and_a_link_to_its_place(pages):
+    total = 0
+    for name, path in NOTEBOOKS.items():
+        claims = gather(nbformat.read(path, as_version=4))
+        table = pages["index.html"].find("div", attrs={"aria-label": f"Claims of {name}"}).table
+        header = [cell.get_text() for cell in table.thead.find_all("th")]
+        assert header == ["id", "statement", "instrument", "expected", "measured", "verdict"]
+        rows = [[cell.get_text() for cell in row.find_all(["th", "td"])] for row in table.tbody.find_all("tr")]
+        assert rows == [[c.id, c.statement, c.instrument, c.expected, c.measured, c.verdict] for c in claims]
+        places = {place["id"]: place.get_text() for place in pages[f"{name}.html"].find_all("div", class_="claim")}
+        for claim in claims:
+            assert f"{claim.id} {claim.verdict}: {claim.statement}" in places[f"claim-{claim.id}"]
+        total += len(claims)
+    assert total > 200
+    assert f"{total} claims" in pages["index.html"].find(id="claims").find_next("p").get_text()
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_keeps_its_pictures_their_alternative_text_and_its_code(name, pages):
+    notebook, page = nbformat.read(NOTEBOOKS[name], as_version=4), pages[f"{name}.html"]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    images = [output for output in outputs if "image/png" in output.get("data", {})]
+    shown = page.find_all("img")
+    assert len(images) == len(shown) > 2
+    for output, image in zip(images, shown, strict=True):
+        assert image["alt"] == output.metadata["image/png"]["alt"]
+        data = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"))
+        assert data == base64.b64decode(output.data["image/png"])
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert [block.pre.get_text() for block in page.find_all("div", class_="code")] == sources
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_formula_is_mathml_and_no_tex_is_left(name, pages):
+    notebook, page = nbformat.read(NOTEBOOKS[name], as_version=4), pages[f"{name}.html"]
+    written = [pair for cell in notebook.cells if cell.cell_type == "markdown" for pair in formulas(cell.source)]
+    math = page.find_all("math")
+    assert len(math) > 30
+    assert [m.annotation.string for m in math] == [plain(block or inline) for block, inline in written]
+    assert [m["display"] for m in math] == ["block" if block else "inline" for block, _ in written]
+    tags = [tag for block, _ in written for tag in re.findall(r"\\tag\{(.*?)\}", block)]
+    assert [number.string for number in page.select(".equation .number")] == [f"({tag})" for tag in tags]
+    hidden = ("annotation", "code", "pre", "style")
+    left = " ".join(text for text in page.main.find_all(string=True) if not text.find_parent(hidden))
+    assert not re.search(r"\\[a-zA-Z]+|\$", left), re.search(r".{20}(\\[a-zA-Z]+|\$).{20}", left)
+
+
+MATH = {
+    r"\ln 2": "<mi>ln</mi><mspace width='0.167em' /><mn>2</mn>",
+    r"\ln(2)": "<mi>ln</mi><mo stretchy='false'>(</mo>",
+    r"\mathrm{lse}_A": "<msub><mrow><mi>lse</mi></mrow><mi>A</mi></msub>",
+    r"\Delta w": "<mi mathvariant='normal'>Δ</mi><mi>w</mi>",
+    r"\lceil x\rceil": "<mo stretchy='false'>⌈</mo><mi>x</mi><mo stretchy='false'>⌉</mo>",
+    r"1/2": "<mo lspace='0' rspace='0'>/</mo>",
+    r"u \max_i |o_i|": "<mi>u</mi><mspace width='0.167em' /><msub><mi>max</mi><mi>i</mi></msub><mspace",
+    r"a < b": "<mi>a</mi><mo>&lt;</mo><mi>b</mi>",
+    r"t \bmod c": "<mo>mod</mo>",
+    r"\href{javascript:alert(1)}{x}": "<mrow><mi>x</mi></mrow>",
+}
+
+
+@pytest.mark.parametrize("tex", MATH)
+def test_a_formula_is_set_as_tex_sets_it(tex):
+    drawn = to_mathml(tex)
+    assert MATH[tex].replace("'", '"') in drawn
+    assert f'<annotation encoding="application/x-tex">{tex.replace("<", "&lt;")}</annotation>' in drawn
+    assert "href=" not in drawn
+
+
+def test_a_formula_of_its_own_line_has_its_number_beside_it():
+    drawn = to_mathml(r"x = \frac{1}{2} . \tag{2.<1>}", block=True)
+    assert drawn.startswith('<span class="equation"><math display="block"')
+    assert drawn.endswith('</math><span class="number">(2.&lt;1&gt;)</span></span>')
+    assert "tag" not in drawn
+
+
+@pytest.mark.parametrize(
+    ("tex", "cause"),
+    [
+        (r"\nosuch{a}", r"unknown command \\nosuch"),
+        (r"\frac{1}", "expected 2 parts of a mfrac"),
+        (r"\left( a", "cannot be converted"),
+        ("{", "cannot be converted"),
+        (r"a \tag{1}", r"\\tag is for a formula of its own line"),
+        ("", "cannot be converted"),
+    ],
+)
+def test_a_formula_that_cannot_be_converted_is_an_error(tex, cause):
+    with pytest.raises(FormulaError, match=cause):
+        to_mathml(tex)
+
+
+HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+def hostile_notebook():
+    claim = {
+        "id": '1.1"><b',
+        "statement": HOSTILE,
+        "instrument": "derived",
+        "expected": "<b>1</b>",
+        "measured": "<b>1</b>",
+        "verdict": "holds",
+    }
+    outputs = [
+        new_output("stream", name="stdout", text=f"\x1b[31m{HOSTILE}\x1b[0m"),
+        new_output("display_data", data={"text/html": HOSTILE, "text/plain": "a table <1>"}),
+        new_output("display_data", data={"application/javascript": "alert(3)"}),
+        new_output("display_data", data={"image/svg+xml": f"<svg xmlns='http://www.w3.org/2000/svg'>{HOSTILE}</svg>"}),
+        new_output(
+            "display_data",
+            data={"image/png": base64.b64encode(b"pixels").decode()},
+            metadata={"image/png": {"alt": 'a "b" <c>'}},
+        ),
+        new_output("display_data", data={MIME: claim, "text/markdown": f"✓ **1.1 holds**: {HOSTILE}"}),
+        new_output("error", ename="E", evalue="v", traceback=[HOSTILE]),
+    ]
+    text = (
+        f"# A <em>title</em> & $N_r$\n\n{HOSTILE}\n\nin line {HOSTILE}, <kbd onclick=alert(4)>x</kbd> <kbd>y</kbd>\n\n"
+        "<details open><summary>sum</summary></details>\n\n<details>\n<summary>Solution</summary>\n\nhidden $x$\n\n"
+        "</details>\n\n[go](javascript:alert(5)) ![far](https://example.org/x.png) [next](02_next.ipynb#there)\n\n"
+        f"<!-- {HOSTILE} -->\n\n`{HOSTILE}`\n\n```html\n{HOSTILE}\n```\n\n| a |\n|---|\n| {HOSTILE} |\n\n"
+        "<iframe src=x></iframe>"
+    )
+    cells = [new_markdown_cell(text), new_code_cell(f"x = '{HOSTILE}'", outputs=outputs)]
+    return new_notebook(cells=cells)
+
+
+def test_nothing_that_a_notebook_brings_along_runs_or_is_loaded(tmp_path):
+    page = BeautifulSoup(export.to_html(hostile_notebook(), tmp_path / '01_a"<b>.ipynb'), "html.parser")
+    assert page.find_all(["script", "iframe", "b"]) == []
+    for node in page.find_all(True):
+        assert not [name for name in node.attrs if name.startswith("on")], node
+        assert "javascript:" not in str(node.get("href", "")), node
+        assert str(node.get("src", "data:image/")).startswith("data:image/"), node
+    assert page.title.string == "A <em>title</em> & Nr"
+    assert page.get_text().count("alert(1)") == 9
+    assert page.find("img", alt='a "b" <c>')
+    assert page.find("kbd", string="y")
+    assert page.find("kbd", string="x") is None
+    assert "a table <1>" in page.get_text()
+    assert page.find("a", string="far")["href"] == "https://example.org/x.png"
+    assert page.find("a", string="next")["href"] == "02_next.html#there"
+    (details,) = page.main.find_all("details", recursive=True)
+    assert details.summary.string == "Solution"
+    assert details.math.annotation.string == "x"
+    assert page.find(id='claim-1.1"><b')
+
+
+def test_a_formula_that_fails_names_notebook_and_cell_and_leaves_the_last_page(tmp_path, monkeypatch, capsys):
+    folder, output = tmp_path / "notebooks", tmp_path / "build"
+    folder.mkdir()
+    output.mkdir()
+    cells = [new_markdown_cell("# T"), new_code_cell("n = 1", metadata={"tags": ["parameters"]})]
+    notebook = new_notebook(cells=[*cells, new_markdown_cell(r"so $\nosuch{x}$")])
+    nbformat.write(notebook, folder / "01_bad.ipynb")
+    (output / "01_bad.html").write_text("the last good one")
+    monkeypatch.setattr(notebooks, "execute", lambda *_, **__: notebook)
+    assert notebooks.run(folder=folder, output=output) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(r"01_bad.ipynb, cell 3: formula $\nosuch{x}$: unknown command \nosuch")
+    assert (output / "01_bad.html").read_text() == "the last good one"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A small checkout with one executed notebook."""
+    place = tmp_path / "checkout"
+    (place / "notebooks").mkdir(parents=True)
+    shutil.copy(NOTEBOOKS["04_other_regions"], place / "notebooks" / "04_other_regions.ipynb")
+    (place / "README.md").write_text("# small\n\n**The thesis.** Few & <small>.\n\n## Notebooks\n")
+    return place
+
+
+def test_a_site_replaces_an_earlier_one_and_nothing_else(checkout, tmp_path, monkeypatch):
+    monkeypatch.setattr(api_pages, "module_names", lambda: ["levels"])
+    output = tmp_path / "published"
+    assert site.build(checkout / "notebooks", output) == 0
+    first = {path.relative_to(output): path.read_bytes() for path in output.rglob("*.html")}
+    assert BeautifulSoup((output / "index.html").read_text(), "html.parser").h1.string == "small"
+    (output / "stale.html").write_text("of a notebook that is gone")
+    assert site.build(checkout / "notebooks", output) == 0
+    assert {path.relative_to(output): path.read_bytes() for path in output.rglob("*") if path.is_file()} == first
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "index.html").write_text("<title>my diary</title>")
+    (tmp_path / "file").write_text("not a folder")
+    for place in (tmp_path / "mine", tmp_path / "file", checkout):
+        with pytest.raises(UsageError, match="no site of this project"):
+            site.build(checkout / "notebooks", place)
+    assert (tmp_path / "mine" / "index.html").read_text() == "<title>my diary</title>"
+    (checkout / "README.md").unlink()
+    with pytest.raises(UsageError, match=r"no README\.md beside"):
+        site.build(checkout / "notebooks", output)
+
+
+def test_a_site_shows_only_what_was_executed_and_holds(checkout, tmp_path, capsys):
+    path, output = checkout / "notebooks" / "04_other_regions.ipynb", tmp_path / "site"
+    good = path.read_text()
+    path.write_text(good.replace('"verdict": "holds"', '"verdict": "fails"', 1))
+    assert site.build(checkout / "notebooks", output) == 1
+    assert "04_other_regions.ipynb" in capsys.readouterr().err
+    empty = nbformat.reads(good, as_version=4)
+    for cell in empty.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(empty, path)
+    assert site.build(checkout / "notebooks", output) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("04_other_regions.ipynb, ")
+    assert error.count("\n") == 1
+    assert not output.exists()
+
+
+def test_the_reference_has_every_public_name_with_its_signature_and_text(pages):
+    listed = {code.get_text() for code in pages["api/index.html"].select("dt code")}
+    public = {n for n in cascade_lab.__all__ if not inspect.ismodule(getattr(cascade_lab, n))}
+    assert public <= listed
+    for name in public:
+        thing = getattr(cascade_lab, name)
+        module = thing.__module__.removeprefix("cascade_lab.")
+        member = pages[f"api/{module}.html"].find(id=name)
+        signature = member.find("pre").get_text()
+        parameters = list(inspect.signature(thing).parameters)
+        assert signature.startswith(f"{name}(")
+        places = [re.search(rf"[ (*]{p}\b", signature).start() for p in parameters]
+        assert places == sorted(places), name
+        first = inspect.getdoc(thing).split("\n\n")[0].split(":")[0].split("`")[0]
+        assert " ".join(first.split())[:60] in " ".join(member.get_text().split()), name
+
+
+def test_the_reference_shows_defaults_links_names_and_hides_what_is_private(pages):
+    levels = pages["api/levels.html"]
+    attention = levels.find(id="cascade_attention").pre.get_text()
+    assert "    *,\n    softmax_scale: float | None = None,\n" in attention
+    assert attention.endswith(") -> State")
+    assert levels.find("a", href="attention.html#attention")
+    assert levels.find("strong", string="Attributes:").find_next("li").get_text().startswith("cu_seqlens_q:")
+    assert levels.find(id="Ledger.tile_tokens").h4.get_text() == "tile_tokens"
+    for name, page in pages.items():
+        if name.startswith("api/"):
+            for heading in page.select(".member h3, .member h4"):
+                assert not heading.get_text().startswith("_"), name
+            assert not re.search(r"^\s*(Args|#+ *Arguments):", page.main.get_text(), re.MULTILINE), name
+
+
+def test_the_explorer_names_only_what_its_page_has(pages):
+    page = pages["explorer.html"]
+    (script,) = page.find_all("script")
+    ids = {node["id"] for node in page.find_all(id=True)}
+    for plan in ("naive", "cascade", "fused"):
+        assert {f"{plan}-reads", f"{plan}-ratio", f"{plan}-pairs"} <= ids
+    assert set(re.findall(r'(?:show|element|bars)\(\s*"([\w-]+)"', script.string)) <= ids
+    for field in page.find_all("input"):
+        assert field.get("aria-label") or page.find("label", attrs={"for": field["id"]}) or field.find_parent("label")
+    for field in page.find_all("input", type="range"):
+        typed = page.find(id=f"{field['id']}-number")
+        assert {k: field[k] for k in ("min", "max", "step", "value")} == {
+            k: typed[k] for k in ("min", "max", "step", "value")
+        }
+        assert Fraction(field["min"]) <= Fraction(field["value"]) <= Fraction(field["max"])
+    for drawing in page.find_all("svg"):
+        assert drawing["role"] == "img"
+        assert drawing["aria-label"]
+
+
+def test_the_pages_folder_is_packaged():
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+    package = CHECKOUT / "cascade_lab"
+    packaged = {
+        path for glob in project["tool"]["setuptools"]["package-data"]["cascade_lab"] for path in package.glob(glob)
+    }
+    assert set((package / "evidence" / "pages").iterdir()) <= packaged
+
+
+def test_make_knows_the_site_and_keeps_the_browser_out_of_the_tests():
+    planned = subprocess.run(
+        ["make", "-n", "-C", str(CHECKOUT), "site", "browser-test"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "-m cascade_lab site" in planned
+    checks = sorted((CHECKOUT / "tests" / "browser").glob("check_*.py"))
+    assert [check.name for check in checks if f"tests/browser/{check.name}" in planned] == [c.name for c in checks]
+    assert list((CHECKOUT / "tests" / "browser").glob("test_*.py")) == []
+    assert len(checks) == 2
+
+
+def test_a_notebook_error_of_the_site_is_one_line(checkout, tmp_path, capsys):
+    (checkout / "notebooks" / "04_other_regions.ipynb").write_text("{}")
+    assert site.build(checkout / "notebooks", tmp_path / "site") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(NotebookError):
+        dict(site._pages(checkout / "notebooks", "# t\n"))
