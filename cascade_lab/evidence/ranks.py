@@ -26,12 +26,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from cascade_lab.evidence.claims import AtLeast, AtMost, claim
+from cascade_lab.levels import check_at_least
 
 HEADER = "from __future__ import annotations\n"
 # One machine, no GPU: no host name to look up, kernels interpreted, one thread for each rank that shares the cores.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "TRITON_INTERPRET": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
@@ -48,6 +49,7 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 90):
+        check_at_least("world_size", world_size, 1)
         self.world_size, self.timeout, self._runs = world_size, timeout, 0
         self._place = tempfile.TemporaryDirectory(prefix="cascade-ranks-")
         self._folder = Path(self._place.name)
@@ -141,13 +143,21 @@ class Ranks:
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
                 text = (self._folder / f"stderr.{rank}").read_text(errors="replace").replace(f"[rank{rank}]: ", "")
-                lines = [line for line in text.splitlines() if line.strip()]
                 status = process.returncode
                 by_signal = signal.Signals(-status).name if status < 0 else None
-                reasons[rank] = by_signal or (lines[-1] if lines else f"exit status {status}")
-        # a rank that lost another one comes second
-        first = min(reasons, key=lambda rank: ("lost another rank" in reasons[rank], rank))
+                reasons[rank] = by_signal or _last_error(text) or f"exit status {status}"
+        # a rank that lost another one comes second, be it noticed by the package or by the transport
+        lost = ("lost another rank", "gloo", "onnection")
+        first = min(reasons, key=lambda rank: (any(word in reasons[rank] for word in lost), rank))
         raise RuntimeError(f"rank {first} of {self.world_size} failed: {reasons[first]}")
+
+
+def _last_error(stderr: str) -> str:
+    """The first line of the last exception that was printed, else the last line."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    told = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")] if starts else lines[-1:]
+    return told[0] if told else ""
 
 
 def run_ranks(program: Callable, world_size: int, *, timeout: float = 90, **arguments: object) -> list:
@@ -168,6 +178,8 @@ def bytes_sent() -> int:
             if os.readlink(entry).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                     counters = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                if len(counters) < 216:  # an older kernel's
+                    continue
                 sent, repeated = struct.unpack_from("<QQ", counters, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
                 total += sent - repeated
                 seen = True
@@ -182,15 +194,24 @@ def _judge(by_rank: Sequence[Sequence[dict]]) -> None:
         raise RuntimeError(f"ranks claim different things: {[[made[0] for made in one] for one in told]}")
     for same in zip(*by_rank, strict=True):
         measured, expected = ([_decode(made[name]) for made in same] for name in ("measured", "expected"))
-        if isinstance(expected[0], (AtMost, AtLeast)):
-            worst = max(measured) if isinstance(expected[0], AtMost) else min(measured)
-            values = {"measured": worst, "expected": expected[0]}
+        if any(isinstance(x, (AtMost, AtLeast)) for x in expected):
+            if any(x != expected[0] for x in expected):
+                raise RuntimeError(f"ranks claim different things: {same[0]['id']} {', '.join(map(str, expected))}")
+            values = {"measured": _worst(measured, expected[0]), "expected": expected[0]}
         elif all(x == measured[0] for x in measured) and all(x == expected[0] for x in expected):
             values = {"measured": measured[0], "expected": expected[0]}
         else:
             values = {"measured": measured, "expected": expected}
         options = {name: _decode(value) for name, value in same[0]["options"].items()}
         claim(same[0]["id"], same[0]["statement"], **values, **options)
+
+
+def _worst(measured: Sequence, bound: AtMost | AtLeast) -> object:
+    """What breaks the bound first: a rank that could not measure, one that measured NaN, or the extreme."""
+    for value in measured:
+        if value is None or value != value:
+            return value
+    return max(measured) if isinstance(bound, AtMost) else min(measured)
 
 
 def _encode(value: object) -> object:
@@ -201,9 +222,11 @@ def _encode(value: object) -> object:
         return [_encode(item) for item in value]
     if isinstance(value, Fraction):
         return {"Fraction": str(value)}
-    if hasattr(value, "item") and not isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "item"):
         return value.item()
-    return value
+    raise TypeError(f"claim: expected numbers, texts, or lists of them, given {type(value).__name__}")
 
 
 def _decode(value: object) -> object:
@@ -227,7 +250,7 @@ def _serve(rank: int, folder: Path, world_size: int, timeout: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'store'}",
+        store=dist.FileStore(str(folder / "store"), world_size),  # a path in a URL would have to be quoted
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),
