@@ -8,6 +8,7 @@ import inspect
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +20,7 @@ from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import cascade_lab
-from cascade_lab import cli
+from cascade_lab import cli, evidence
 from cascade_lab.evidence import api_pages, export, notebooks, site
 from cascade_lab.evidence.claims import MIME, gather
 from cascade_lab.evidence.mathml import FormulaError, to_mathml
@@ -411,6 +412,15 @@ def test_make_knows_the_site_and_keeps_the_browser_out_of_the_tests():
     assert [check.name for check in checks if f"tests/browser/{check.name}" in planned] == [c.name for c in checks]
     assert list((CHECKOUT / "tests" / "browser").glob("test_*.py")) == []
     assert len(checks) == 2
+
+
+def test_without_pdoc_the_command_names_the_extra_that_brings_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "pdoc", None)
+    monkeypatch.delitem(sys.modules, api_pages.__name__)
+    monkeypatch.delattr(evidence, "api_pages")
+    assert cli.main(["site", "--output", str(tmp_path / "site")]) == 1
+    assert "pip install 'cascade-lab[site]'" in capsys.readouterr().err
+    assert not (tmp_path / "site").exists()
 
 
 def test_a_notebook_error_of_the_site_is_one_line(checkout, tmp_path, capsys):
