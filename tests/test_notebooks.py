@@ -130,6 +130,37 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
         },
         "a trace of given hits": {"requests": 700, "trace": "../tests/data/hits.csv"},
     },
+    "06_across_ranks": {
+        "two ranks, single tokens as pages, one kv head": {
+            "seed": 1,
+            "world_size": 2,
+            "prefix_lengths": [0, 33],
+            "topk": 1,
+            "steps": 4,
+            "page_size": 1,
+            "num_q_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 20,
+            "prompt_lengths": [1, 64],
+            "model_heads": 32,
+            "model_kv_heads": 32,
+            "wire_ratio": 1.0,
+        },
+        "three ranks, long pages, every head its own kv head": {
+            "seed": 2,
+            "world_size": 3,
+            "prefix_lengths": [65, 200, 1, 30],
+            "topk": 2,
+            "steps": 1,
+            "page_size": 64,
+            "num_q_heads": 3,
+            "num_kv_heads": 3,
+            "head_dim": 64,
+            "prompt_lengths": [50, 0, 7, 2],
+            "model_kv_heads": 1,
+            "model_head_dim": 64,
+        },
+    },
 }
 RUNS = [(name, label) for name, sets in PARAMETER_SETS.items() for label in sets]
 
