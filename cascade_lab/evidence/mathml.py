@@ -18,6 +18,11 @@ _TAG = re.compile(r"\\tag\{([^{}]*)\}")
 _FENCES = frozenset("()[]{}|⌈⌉⌊⌋")
 _PARTS = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
 _SPACE = {"|": "0", "/": "0", "·": "0.222em"}
+# latex2mathml passes the text of a formula on as markup; what is none of these came from there.
+_ELEMENTS = frozenset(
+    ("math", "menclose", "mfrac", "mi", "mn", "mo", "mover", "mpadded", "mphantom", "mroot", "mrow", "mspace", "msqrt")
+    + ("mstyle", "msub", "msubsup", "msup", "mtable", "mtd", "mtext", "mtr", "munder", "munderover")
+)
 # Everything else is dropped: a formula lays itself out and does nothing.
 _ATTRIBUTES = frozenset(
     ("accent", "accentunder", "columnalign", "columnlines", "columnspacing", "depth", "display", "displaystyle")
@@ -55,6 +60,8 @@ def to_mathml(tex: str, *, block: bool = False) -> str:
         raise FormulaError(f"formula ${source}$ cannot be converted ({type(error).__name__}: {error})") from None
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
+        if element.tag not in _ELEMENTS:
+            raise FormulaError(f"formula ${source}$: <{element.tag}> is no part of a formula")
         element.attrib = {name: value for name, value in element.attrib.items() if name in _ATTRIBUTES}
         if (element.text or "").startswith("\\"):
             raise FormulaError(f"formula ${source}$: unknown command {element.text}")
