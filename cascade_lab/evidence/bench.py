@@ -32,6 +32,7 @@ HOLDS, FAILS, NOT_MEASURED, NO_BOUND = "holds", "fails", "not measured here", "r
 IMPORT_BOUND_S = 0.3
 SDPA_BOUND = 1.5
 PLANS_BOUND_MS = 50.0
+RANKS_BOUND = 1.3
 REGIONS_BOUND_S = 1.0
 NOTEBOOK_BOUND_S = 30.0
 # Extra memory at the longest cache over that at the shortest; a row of scores alone would grow as the length does.
@@ -124,6 +125,8 @@ VERIFY_SHAPES = (
 PLANNED = (256, 32768, 4, 16)
 REGION_PAIRS = 10**6
 VERIFY_PAGE = 16
+# ranks, rows, heads and head dim of the states that are merged
+MERGED = (4, 256, 32, 128)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--cpu",
         action="store_true",
-        help="measure the CPU instead of a GPU: import, torch backend against SDPA, plans, regions, memory, notebook",
+        help="measure the CPU instead of a GPU: import, torch backend against SDPA, plans, regions, memory, merges "
+        "over ranks, notebook",
     )
     kind.add_argument(
         "--smoke", action="store_true", help="run every section at tiny sizes, without a GPU too; times mean nothing"
@@ -187,6 +191,7 @@ def run(args: argparse.Namespace) -> int:
         ("plans", lambda: plans(3 if args.quick else 7)),
         ("regions", lambda: regions(3 if args.quick else 7)),
         ("memory", lambda: memory(MEMORY_LENGTHS[:2] if args.quick else MEMORY_LENGTHS)),
+        ("ranks", lambda: ranks(7 if args.quick else 41)),
         ("notebook", notebook_time),
     )
     record = {"provenance": runtime.provenance(), "quick": args.quick}
@@ -395,6 +400,47 @@ def resident_peak() -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def ranks(rounds: int) -> Iterator[Row]:
+    """Merges over gloo ranks on this machine, over an all-reduce in place that sends as many bytes as the exchange."""
+    from cascade_lab.evidence.ranks import run_ranks
+
+    world_size, T, H, D = MERGED
+    seconds = run_ranks(_time_merges, world_size, timeout=300, rounds=rounds, shape=[T, H, D])[0]
+    unit = seconds.pop("all_reduce")
+    for name, found in seconds.items():
+        ratios = [x / y for x, y in zip(found, unit, strict=True)]
+        title = f"merge_across_ranks, {name}: W={world_size} T={T} H={H} D={D}"
+        yield _spread("ranks", title, ratios, "x", RANKS_BOUND if name == "auto" else None, "over a bare all-reduce")
+
+
+def _time_merges(rounds: int, shape: list[int]) -> dict[str, list[float]]:
+    """On each rank: seconds of each way, taken in turns, from one barrier to the next."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from cascade_lab.distributed import merge_across_ranks
+    from cascade_lab.states import State
+
+    T, H, D = shape
+    state, buffer = State(torch.randn(T, H, D), torch.randn(T, H)), torch.randn(T * H * (D + 1))
+    calls = {"all_reduce": lambda: dist.all_reduce(buffer), "auto": lambda: merge_across_ranks(state)}
+    for algorithm in ("reduce", "gather"):
+        calls[algorithm] = lambda algorithm=algorithm: merge_across_ranks(state, algorithm=algorithm)
+    seconds = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            dist.barrier()
+            if number:  # the first round opens connections
+                seconds[name].append(time.perf_counter() - start)
+        buffer.normal_()  # sums of sums would overflow
+    return seconds
 
 
 def notebook_time() -> Iterator[Row]:
