@@ -26,11 +26,15 @@ from operator import index, itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from cascade_lab.foreign import one_line, open_regular, text_fault, unique_keys
+
 BLOCK_SIZE = 512
 MAX_TOKENS = 10**9
-MAX_LINE = 1 << 26
+# a million tokens in blocks of one, with room; what a line can make of it in memory is some 20 times that
+MAX_LINE = 1 << 24
 OnError = Literal["raise", "skip"]
 
+_BOM = b"\xef\xbb\xbf"
 _mooncake_fields = itemgetter("timestamp", "input_length", "output_length", "hash_ids")
 # ids that a map of one byte each may span, beyond which they go into a set of about 50 bytes each
 _SPARE, _BYTES_PER_ID = 1 << 20, 8
@@ -84,8 +88,8 @@ def read_trace(
     path = Path(path)
     kind = path.suffix.lower()
     if kind not in (".jsonl", ".json", ".csv"):
-        with path.open("rb") as file:
-            kind = ".jsonl" if file.read(64).lstrip().startswith(b"{") else ".csv"
+        with open_regular(path) as file:
+            kind = ".jsonl" if file.read(64).removeprefix(_BOM).lstrip().startswith(b"{") else ".csv"
     if kind == ".csv":
         return read_hits_csv(path, on_error=on_error, skipped=skipped, progress=progress)
     return read_mooncake(path, block_size=block_size, on_error=on_error, skipped=skipped, progress=progress)
@@ -102,7 +106,8 @@ def read_mooncake(
     """Requests of a Mooncake trace, one JSON object a line, read as they are asked for.
 
     A line has timestamp (ms), input_length, output_length (tokens) and hash_ids: floor or ceil of input_length /
-    block_size integers, where equal leading ids mean an equal prefix. Other fields and blank lines are passed over.
+    block_size integers, where equal leading ids mean an equal prefix. Other fields and blank lines are passed over, and
+    so is a byte order mark. The file is read as data, line by line: no more than one line is in memory.
 
     Args:
         path: the file.
@@ -112,9 +117,9 @@ def read_mooncake(
         progress: called with the bytes of each line read.
 
     Raises:
-        ValueError: a block size below 1, or an unknown `on_error`.
-        TraceError: while reading, for a line cut short, no JSON object, longer than 64 MiB, without a field, with a
-            length that is no integer in range, or with ids that do not fit the length.
+        ValueError: a block size below 1, or an unknown `on_error`; while reading, a directory, pipe or device.
+        TraceError: while reading, for a line cut short, no UTF-8, no JSON object, longer than 16 MiB, without a field,
+            with one twice, with a length that is no integer in range, or with ids that do not fit the length.
         OSError: a file that cannot be read.
     """
     _check_size("block_size", block_size, 1)
@@ -151,7 +156,7 @@ def read_hits_csv(
         path, on_error, skipped, progress: as in `read_mooncake`. The first line is never skipped.
 
     Raises:
-        ValueError: an unknown `on_error`.
+        ValueError: an unknown `on_error`; while reading, a directory, pipe or device.
         TraceError: while reading, for a column missing or named twice, a line with fields too few or too many, a
             length that is no integer in range, or a hit above its length.
         OSError: a file that cannot be read.
@@ -163,7 +168,7 @@ def read_hits_csv(
     def parse(line: bytes) -> Request | None:
         # only numbers are read, so a foreign byte elsewhere does no harm
         try:
-            row = next(csv.reader([line.decode("utf-8-sig", "replace").rstrip("\r\n")], strict=True))
+            row = next(csv.reader([line.decode("utf-8", "replace").rstrip("\r\n")], strict=True))
         except csv.Error as error:
             raise _Fault("line", f"expected comma-separated values, {error}") from None
         if not columns:
@@ -556,16 +561,19 @@ def _read(
     skipped: list[TraceError] | None,
     progress: Callable[[int], object] | None,
 ) -> Iterator[Request]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         number = 0
         while line := file.readline(MAX_LINE):
             number += 1
             if progress is not None:
                 progress(len(line))
+            too_long = len(line) == MAX_LINE and not line.endswith(b"\n")
             try:
-                if len(line) == MAX_LINE and not line.endswith(b"\n"):
-                    while (more := file.readline(MAX_LINE)) and not more.endswith(b"\n"):
-                        pass
+                if number == 1:
+                    if what := text_fault(line):
+                        raise _HeaderFault("line", f"expected UTF-8 text, given {what}")
+                    line = line.removeprefix(_BOM)
+                if too_long:
                     raise _Fault("line", f"expected at most {MAX_LINE} bytes")
                 request = parse(line) if line.strip() else None
             except _Fault as fault:
@@ -574,6 +582,8 @@ def _read(
                     raise error from None
                 if skipped is not None:
                     skipped.append(error)
+                while too_long and (more := file.readline(MAX_LINE)) and not more.endswith(b"\n"):
+                    pass
                 continue
             if request is not None:
                 yield request
@@ -581,12 +591,12 @@ def _read(
 
 def _json_object(line: bytes) -> dict:
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode(), object_pairs_hook=unique_keys)
     except RecursionError:
         raise _Fault("line", "expected a flat JSON object, given one nested too deep") from None
     except ValueError as error:
         cut = "cut short or no JSON" if not line.rstrip().endswith(b"}") else "no JSON"
-        raise _Fault("line", f"expected a JSON object, given a line that is {cut} ({error})") from None
+        raise _Fault("line", f"expected a JSON object, given a line that is {cut} ({one_line(error, 150)})") from None
     if type(record) is not dict:
         raise _Fault("line", f"expected a JSON object, given {_short(record)}")
     return record
@@ -615,8 +625,14 @@ def _unfit(ids: Sequence[int], n: int, block_size: int) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "an integer of over 30 digits"
-    return text if len(text) <= 60 else text[:57] + "..."
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "an integer of over 30 digits"
+    if isinstance(value, (list, dict)) and len(value) > 20:
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        return one_line(repr(value), 60)
+    except RecursionError:
+        return "a value nested too deep"
 
 
 def _check_size(name: str, value: int, low: int) -> None:

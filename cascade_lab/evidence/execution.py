@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.evidence.claims import FAILS, gather
-from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
+from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, parse, read_parameters
 from cascade_lab.evidence.stopping import held_back
 from cascade_lab.foreign import one_line, parse_json, read_text
 
@@ -44,7 +44,7 @@ _UNNOTICED = re.compile(
     r"|run_cell_magic\('\w+', '[^']*--(no-raise-error|bg)\b)"
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_OTHER_NOTEBOOK = re.compile(r"get_ipython\(\)\.run_line_magic\('run', '[^']*\.ipynb\b")
+_OTHER_NOTEBOOK = re.compile(r"get_ipython\(\)\.run_line_magic\('run', .*\.ipynb\b")
 
 
 class ExecutionFailure(NotebookError):
@@ -70,24 +70,29 @@ def load(path: Path) -> NotebookNode:
     try:
         text = read_text(path, MAX_NOTEBOOK)
         parse_json(text)
-        notebook = nbformat.from_dict(nbformat.reader.reads(text))
-        if notebook.nbformat != 4:
-            notebook = nbformat.convert(notebook, 4)
+        return _current(nbformat.from_dict(nbformat.reader.reads(text)))
     except OSError as error:
         raise NotebookError(f"not readable as a notebook: {error.strerror or error}") from None
+    except nbformat.ValidationError as error:
+        raise NotebookError(f"not a valid notebook: {_first_line(error)}") from None
     except Exception as error:
-        # Old formats are converted by code that trusts its input, so a foreign file can raise anything there.
+        # Conversion and validation trust the shape of their input, so a foreign file can raise anything there.
         raise NotebookError(f"not readable as a notebook: {_first_line(error)}") from None
+
+
+def _current(notebook: NotebookNode) -> NotebookNode:
+    """A notebook in today's format, valid, each cell with an id of its own."""
+    import nbformat
+
+    if notebook.nbformat != 4:
+        notebook = nbformat.convert(notebook, 4)
     notebook.nbformat_minor = max(notebook.nbformat_minor, 5)
     seen: set[str] = set()
     for cell in notebook.cells:
-        if cell.get("id") is None or cell.id in seen:
+        if not isinstance(cell.get("id"), str) or cell.id in seen:
             cell["id"] = uuid.uuid4().hex[:8]
         seen.add(cell.id)
-    try:
-        nbformat.validate(notebook)
-    except (nbformat.ValidationError, RecursionError) as error:
-        raise NotebookError(f"not a valid notebook: {_first_line(error)}") from None
+    nbformat.validate(notebook)
     return notebook
 
 
@@ -123,7 +128,7 @@ def check_runnable(notebook: NotebookNode) -> None:
 def _leaves(source: str) -> bool:
     # IPython's own exit and quit raise nothing: the kernel answers "ok" and stops later.
     try:
-        tree = ast.parse(source)
+        tree = parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -91,22 +92,34 @@ def read_parameters(notebook: Mapping) -> dict[str, Parameter]:
     if cell["cell_type"] != "code":
         raise NotebookError(f"the {TAG} cell is not a code cell", number)
     try:
-        body = ast.parse(cell["source"]).body
+        body = parse(cell["source"]).body
     except SyntaxError as error:
         raise NotebookError(f"the {TAG} cell is not plain Python: {error.msg} (line {error.lineno})", number) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise NotebookError(f"the {TAG} cell is not plain Python: {error or 'nested too deep'}", number) from None
+        cause = str(error) or "nested too deep"
+        raise NotebookError(f"the {TAG} cell is not plain Python: {cause}", number) from None
     parameters: dict[str, Parameter] = {}
     for statement in body:
         try:
             parameter = _parameter(statement)
         except ValueError as error:
-            line = ast.unparse(statement).splitlines()[0]
+            line = one_line(ast.unparse(statement).splitlines()[0], 60)
             raise NotebookError(f"the {TAG} cell holds `{line}`: {error}", number) from None
         if parameter.name in parameters:
             raise NotebookError(f"the {TAG} cell assigns {parameter.name!r} twice", number)
         parameters[parameter.name] = parameter
     return parameters
+
+
+def parse(source: str, mode: str = "exec") -> ast.Module | ast.Expression:
+    """Python source as syntax, without the warnings that a parser prints about a stranger's style.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse` for what is no Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source, mode=mode)
 
 
 def bind(parameters: Mapping[str, Parameter], given: Mapping[str, object], notebook: str) -> dict[str, object]:
@@ -150,8 +163,8 @@ def _parameter(statement: ast.stmt) -> Parameter:
 def _type_named(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         try:
-            annotation = ast.parse(annotation.value, mode="eval").body
-        except SyntaxError:
+            annotation = parse(annotation.value, "eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise ValueError(f"unknown type {annotation.value!r}") from None
     match annotation:
         case ast.Name(id=name) if name in _SCALARS:
@@ -179,7 +192,7 @@ def _type_of(value: object) -> str:
 
 def _literal(text: str) -> object:
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(parse(text, "eval"))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(text) from None
 

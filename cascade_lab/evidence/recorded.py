@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import re
 import sys
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
 from cascade_lab.calibration import calibrate, feature_errors
+from cascade_lab.foreign import one_line, read_json
 
 REQUIRED = ("source", "devices", "date")
+MAX_RECORD = 1 << 23
 SOURCE = {
     "repository": "ai-dynamo/aiconfigurator",
     "commit": "095f58a5",
@@ -51,13 +55,18 @@ def load(name: str) -> dict | None:
     """The record figures/measured/`name`.json, or None where the notebook stands alone.
 
     Raises:
-        ValueError: a record without its source, devices and date.
+        ValueError: no JSON object of at most 8 MiB, or one without its source, devices and date.
     """
+    if not re.fullmatch(r"\w+", name):
+        raise ValueError(f"name: expected letters, digits and underscores, given {one_line(repr(name), 80)}")
     roots = (Path(__file__).resolve().parents[2], Path.cwd(), Path.cwd().parent)
     for path in (root / "figures" / "measured" / f"{name}.json" for root in roots):
         if path.is_file():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if missing := [key for key in REQUIRED if not record.get(key)]:
+            record = read_json(path, MAX_RECORD)
+            if not isinstance(record, dict):
+                raise ValueError(f"{path.name}: expected a JSON object, given a {type(record).__name__}")
+            kinds = {"source": (dict, list, str), "devices": list, "date": str}
+            if missing := [key for key in REQUIRED if not record.get(key) or not isinstance(record[key], kinds[key])]:
                 raise ValueError(f"{path.name}: expected {', '.join(REQUIRED)}, {', '.join(missing)} missing")
             return record
     return None
@@ -67,16 +76,26 @@ def read_grid(path: Path, columns: tuple[str, ...]) -> dict[tuple[str, ...], lis
     """Samples of one CSV by the values of `columns`, each (cached prefix, new tokens, milliseconds), sorted.
 
     Raises:
-        ValueError: two times for one shape.
+        ValueError: two times for one shape, a column missing, or a line whose lengths are no integers from 0 or whose
+            time is no positive number; file and line are named.
     """
     grids: dict[tuple[str, ...], dict[tuple[int, int], float]] = {}
     with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+        rows = csv.DictReader(file, strict=True)
+        if missing := {*columns, "step", "isl", "latency"} - set(rows.fieldnames or ()):
+            raise ValueError(f"{path.name}, line 1: expected the columns {', '.join(sorted(missing))} too")
+        for row in rows:
+            where = f"{path.name}, line {rows.line_num}"
+            try:
+                shape, time = (int(row["step"]), int(row["isl"])), float(row["latency"])
+            except (TypeError, ValueError):
+                shape, time = (-1, -1), math.nan
+            if min(shape) < 0 or not 0 < time < math.inf:
+                raise ValueError(f"{where}: expected whole numbers step and isl, and a positive latency")
             grid = grids.setdefault(tuple(row[column] for column in columns), {})
-            shape = int(row["step"]), int(row["isl"])
             if shape in grid:
-                raise ValueError(f"{path.name}: expected one time per shape, given two for {row}")
-            grid[shape] = float(row["latency"])
+                raise ValueError(f"{where}: expected one time per shape, given two for step {shape[0]}, isl {shape[1]}")
+            grid[shape] = time
     return {key: [(*shape, grid[shape]) for shape in sorted(grid)] for key, grid in grids.items()}
 
 

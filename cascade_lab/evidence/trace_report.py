@@ -8,6 +8,7 @@ their sums are kept.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.evidence.parameters import UsageError
+from cascade_lab.foreign import one_line
 from cascade_lab.traces import (
     BLOCK_SIZE,
     MODELS,
@@ -118,12 +120,13 @@ def run(options: argparse.Namespace) -> int:
     """
     file: Path = options.file
     if not file.is_file():
-        raise UsageError(f"no such file: {file.as_posix()}")
+        fault = "expected a file, given something else" if file.exists() else "no such file"
+        raise UsageError(f"{fault}: {file.as_posix()}")
     if options.figure is not None:
         if options.figure.suffix.lower() not in (".svg", ".png", ".pdf"):
             raise UsageError(f"--figure: expected a name in .svg, .png or .pdf, given {options.figure.as_posix()}")
         import matplotlib  # noqa: F401  before the trace is read
-    skipped: list[TraceError] = []
+    skipped = _Skipped()
     histogram = HitHistogram()
     model = MODELS[options.model]
     try:
@@ -140,32 +143,34 @@ def run(options: argparse.Namespace) -> int:
             pairs = replay(requests, block_size=options.block_size, capacity_tokens=options.capacity)
             summary = summarize(histogram.watch(pairs), model=model)
     except TraceError as error:
-        print(f"cascade-lab trace: {error}", file=sys.stderr)
+        print(one_line(f"cascade-lab trace: {error}", 1000), file=sys.stderr)
         return 1
     except ValueError as error:
         if isinstance(error, UsageError):
             raise
         _print_skipped(skipped)
-        print(f"cascade-lab trace: {file.as_posix()}: {error}", file=sys.stderr)
+        print(one_line(f"cascade-lab trace: {file.as_posix()}: {error}", 1000), file=sys.stderr)
         return 1
     except OSError as error:
         print(f"cascade-lab trace: {file.as_posix()}: {error.strerror or error}", file=sys.stderr)
         return 1
     _print_skipped(skipped)
     print(format_report(summary))
+    place = options.json
     try:
         if options.json is not None:
             record = {
                 "trace": file.name,
                 "block_size": options.block_size,
                 "capacity_tokens": options.capacity,
-                "skipped_lines": len(skipped),
+                "skipped_lines": skipped.count,
             }
             _write(options.json, (json.dumps(record | to_json(summary), indent=1) + "\n").encode())
+        place = options.figure
         if options.figure is not None:
             write_figure(summary, histogram, options.figure)
     except OSError as error:
-        print(f"cascade-lab trace: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(one_line(f"cascade-lab trace: {error.filename or place}: {error.strerror}", 1000), file=sys.stderr)
         return 1
     return 0
 
@@ -268,9 +273,10 @@ def write_figure(summary: TraceSummary, histogram: HitHistogram, path: Path) -> 
     fig, _ = draw(summary, histogram)
     kind = path.suffix.lower().removeprefix(".")
     stamps = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}[kind]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
     with style():
-        fig.savefig(path, format=kind, metadata=stamps)
+        fig.savefig(content, format=kind, metadata=stamps)
+    _write(path, content.getvalue())
 
 
 def recorded(folder: Path) -> dict[str, object]:
@@ -334,23 +340,37 @@ def _with_ids(requests: Iterable[Request]) -> Iterator[Request]:
         yield request
 
 
-def _print_skipped(skipped: list[TraceError]) -> None:
+class _Skipped(list[TraceError]):
+    """The first bad lines and the number of all, for a file may have any number of them."""
+
+    count = 0
+
+    def append(self, error: TraceError) -> None:
+        self.count += 1
+        if len(self) < _SHOWN_ERRORS:
+            super().append(error)
+
+
+def _print_skipped(skipped: _Skipped) -> None:
     if not skipped:
         return
-    lines = "line" if len(skipped) == 1 else "lines"
-    print(f"skipped {len(skipped)} bad {lines}:", file=sys.stderr)
-    for error in skipped[:_SHOWN_ERRORS]:
-        print(f"  {error}", file=sys.stderr)
-    if len(skipped) > _SHOWN_ERRORS:
-        print(f"  and {len(skipped) - _SHOWN_ERRORS} more", file=sys.stderr)
+    lines = "line" if skipped.count == 1 else "lines"
+    print(f"skipped {skipped.count} bad {lines}:", file=sys.stderr)
+    for error in skipped:
+        print(f"  {one_line(error, 1000)}", file=sys.stderr)
+    if skipped.count > len(skipped):
+        print(f"  and {skipped.count - len(skipped)} more", file=sys.stderr)
 
 
 def _write(path: Path, content: bytes) -> None:
     """All of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class _Progress:
