@@ -135,7 +135,7 @@ def test_every_claim_is_in_the_table_with_its_values_and_a_link_to_its_place(pag
         header = [cell.get_text() for cell in table.thead.find_all("th")]
         assert header == ["id", "statement", "instrument", "expected", "measured", "verdict"]
         rows = [[cell.get_text() for cell in row.find_all(["th", "td"])] for row in table.tbody.find_all("tr")]
-        assert rows == [[c.id, c.statement, c.instrument, c.expected, c.measured, c.verdict] for c in claims]
+        assert rows == [[c.id, c.statement, c.instrument, c.expected, c.measured or "", c.verdict] for c in claims]
         places = {place["id"]: place.get_text() for place in pages[f"{name}.html"].find_all("div", class_="claim")}
         for claim in claims:
             assert f"{claim.id} {claim.verdict}: {claim.statement}" in places[f"claim-{claim.id}"]
@@ -150,7 +150,7 @@ def test_a_notebook_keeps_its_pictures_their_alternative_text_and_its_code(name,
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     images = [output for output in outputs if "image/png" in output.get("data", {})]
     shown = page.find_all("img")
-    assert len(images) == len(shown) > 2
+    assert len(images) == len(shown) > 0
     for output, image in zip(images, shown, strict=True):
         assert image["alt"] == output.metadata["image/png"]["alt"]
         data = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"))
@@ -164,7 +164,7 @@ def test_every_formula_is_mathml_and_no_tex_is_left(name, pages):
     notebook, page = nbformat.read(NOTEBOOKS[name], as_version=4), pages[f"{name}.html"]
     written = [pair for cell in notebook.cells if cell.cell_type == "markdown" for pair in formulas(cell.source)]
     math = page.find_all("math")
-    assert len(math) > 30
+    assert len(math) > 10
     assert [m.annotation.string for m in math] == [plain(block or inline) for block, inline in written]
     assert [m["display"] for m in math] == ["block" if block else "inline" for block, _ in written]
     tags = [tag for block, _ in written for tag in re.findall(r"\\tag\{(.*?)\}", block)]
@@ -274,6 +274,23 @@ def test_nothing_that_a_notebook_brings_along_runs_or_is_loaded(tmp_path):
     assert details.summary.string == "Solution"
     assert details.math.annotation.string == "x"
     assert page.find(id='claim-1.1"><b')
+
+
+def test_pictures_of_the_text_are_put_inside_and_none_is_left_out(tmp_path):
+    data = base64.b64encode(b"pixels").decode()
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    (tmp_path / "secret.txt").write_text("not a picture")
+    cell = new_markdown_cell("# T\n\n![near](a.png) ![carried](attachment:b.png)")
+    cell["attachments"] = {"b.png": {"image/png": data}}
+    page = BeautifulSoup(export.to_html(new_notebook(cells=[cell]), tmp_path / "01.ipynb"), "html.parser")
+    assert {image["alt"]: image["src"] for image in page.find_all("img")} == {
+        "near": f"data:image/png;base64,{data}",
+        "carried": f"data:image/png;base64,{data}",
+    }
+    for url in ("none.png", "attachment:none.png", "../a.png", "secret.txt"):
+        notebook = new_notebook(cells=[new_markdown_cell(f"![missing]({url})")])
+        with pytest.raises(NotebookError, match=rf"^cell 1: .*{re.escape(url.removeprefix('attachment:'))}"):
+            export.to_html(notebook, tmp_path / "notebooks" / "01.ipynb" if ".." in url else tmp_path / "01.ipynb")
 
 
 def test_a_formula_that_fails_names_notebook_and_cell_and_leaves_the_last_page(tmp_path, monkeypatch, capsys):

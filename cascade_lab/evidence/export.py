@@ -38,7 +38,7 @@ def to_html(
         here: which of these is this page.
 
     Raises:
-        NotebookError: a formula cannot be converted; the cell is named.
+        NotebookError: a formula cannot be converted or a picture is not there; the cell is named.
     """
     from cascade_lab.evidence import markdown
 
@@ -47,7 +47,8 @@ def to_html(
     for number, cell in enumerate(notebook.cells, 1):
         try:
             if cell.cell_type == "markdown":
-                text = markdown.to_html(cell.source, folder=path.parent, headings=headings)
+                carried = cell.get("attachments", {})
+                text = markdown.to_html(cell.source, folder=path.parent, attachments=carried, headings=headings)
                 cells.append({"text": text, "code": "", "outputs": []})
             elif cell.cell_type == "code" and (cell.source.strip() or cell.outputs):
                 outputs = [shown for output in cell.outputs if (shown := _output(output, headings))]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pygments
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
@@ -38,20 +38,31 @@ class Headings(list):
 
 
 def to_html(
-    text: str, *, folder: Path | None = None, headings: Headings | None = None, link: Callable[[str], str] | None = None
+    text: str,
+    *,
+    folder: Path | None = None,
+    attachments: Mapping[str, Mapping[str, str]] | None = None,
+    headings: Headings | None = None,
+    link: Callable[[str], str] | None = None,
 ) -> str:
     """Markdown with formulas between dollar signs as HTML.
 
     Args:
         text: Markdown as JupyterLab reads it.
         folder: where the pictures lie that the text names; they are put inside.
+        attachments: pictures that a notebook's cell carries itself, by name and then by type, in base64.
         headings: collects the headings; each gets its id from there.
         link: the address that a name in backticks leads to, "" for none.
 
     Raises:
         FormulaError: a formula cannot be converted.
+        ValueError: a picture is not there, or outside the folder.
     """
-    return MarkdownWithMath(_Renderer(folder, Headings() if headings is None else headings, link)).render(text)
+    renderer = _Renderer(folder, attachments, Headings() if headings is None else headings, link)
+    try:
+        return MarkdownWithMath(renderer).render(text)
+    except InvalidNotebook as error:
+        raise ValueError(str(error)) from None
 
 
 def highlight(code: str, language: str) -> str:
@@ -64,8 +75,15 @@ def highlight(code: str, language: str) -> str:
 
 
 class _Renderer(IPythonRenderer):
-    def __init__(self, folder: Path | None, headings: Headings, link: Callable[[str], str] | None):
-        super().__init__(allow_harmful_protocols=False, embed_images=folder is not None, path=str(folder or ""))
+    def __init__(
+        self,
+        folder: Path | None,
+        attachments: Mapping[str, Mapping[str, str]] | None,
+        headings: Headings,
+        link: Callable[[str], str] | None,
+    ):
+        embedding = {"embed_images": folder is not None, "path": str(folder or ""), "attachments": attachments}
+        super().__init__(allow_harmful_protocols=False, **embedding)
         self._headings, self._link = headings, link
 
     def heading(self, text: str, level: int, **_: object) -> str:
@@ -102,7 +120,10 @@ class _Renderer(IPythonRenderer):
     def image(self, text: str, url: str, title: str | None = None) -> str:
         if re.match(r"(https?:)?//", url):
             return self.link(text or url, url, title)
-        return super().image(text, url, title)
+        image = super().image(text, url, title)
+        if 'src="data:image/' not in image:
+            raise ValueError(f"picture {url!r} is no picture in the notebook's folder")
+        return image
 
     def table(self, text: str) -> str:
         return f'<div class="scroll" role="region" aria-label="Table" tabindex="0"><table>\n{text}</table></div>\n'
