@@ -59,12 +59,19 @@ def forests(draw, max_size: int = 8, min_size: int = 1) -> list[int]:
     return parents
 
 
+def spread(indices: torch.Tensor) -> torch.Tensor:
+    """The same numbers as every third element of a tensor whose others name no page, row or key."""
+    apart = indices.new_full((*indices.shape, 3), -(2**31))
+    apart[..., 1] = indices
+    return apart[..., 1]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Requests of `rows[r]` query rows over `lengths[r]` cached tokens, and the rule that hides keys.
 
     `trees` are the parents of a tree mask, one per request and `rows[r]` long. `tails` stand beside a mask of random
-    `mask_words`, whose bits beyond the tail mean nothing.
+    `mask_words`, whose bits beyond the tail mean nothing. With `strided`, index tensors lie between other numbers.
     """
 
     rows: tuple[int, ...]
@@ -75,6 +82,7 @@ class Batch:
     page: int = 4
     dtype: str = "float32"
     layout: str = "packed"
+    strided: bool = False
     seed: int = 0
     rule: dict = field(default_factory=dict)
     trees: tuple[list[int], ...] | None = None
@@ -104,7 +112,12 @@ class Batch:
             seed=self.seed,
             device=device,
         )
-        return attention_case(list(self.rows), list(self.lengths), **arguments | options | changes)
+        case = attention_case(list(self.rows), list(self.lengths), **arguments | options | changes)
+        if not self.strided:
+            return case
+        indices = {name: spread(x) for name, x in case.tensors.items() if not x.is_floating_point()}
+        options = {name: indices.pop(name) for name in case.options if name in indices}
+        return replace(case, **indices).with_options(**options)
 
     def level(self, case: AttentionCase) -> Level:
         """The same pass as a level; a window is not one."""
@@ -126,10 +139,10 @@ def batches(
     max_rows: int = 6,
     max_keys: int = 40,
 ) -> Batch:
-    """Ragged batches under one of `rules`; requests without rows, without keys, and with fewer keys than rows."""
+    """Ragged batches under one of `rules`; none or requests without rows, without keys, with fewer keys than rows."""
     rule = draw(st.sampled_from(rules))
     rows, lengths = [], []
-    for _ in range(draw(st.integers(1, max_requests))):
+    for _ in range(draw(st.integers(1, max_requests) | st.just(0))):
         rows.append(draw(st.integers(0, max_rows)))
         shortest = rows[-1] if rule == "tree" else 0
         lengths.append(draw(st.integers(shortest, max_keys)))
@@ -143,9 +156,10 @@ def batches(
         page=draw(page_sizes),
         dtype=draw(st.sampled_from(dtypes)),
         layout=draw(st.sampled_from(LAYOUTS)),
+        strided=draw(st.booleans()),
         seed=draw(seeds),
     )
-    reach = st.integers(-1, max_keys)
+    reach = st.integers(-1, max_keys) | st.sampled_from([2**31 - 1, 2**40])
     if rule == "causal":
         return replace(batch, rule={"causal": True})
     if rule == "window":
@@ -157,7 +171,7 @@ def batches(
         return replace(batch, trees=trees)
     if rule == "tails":
         tails = tuple(draw(st.integers(0, length)) for length in lengths)
-        words = max(1, -(-max(tails) // 64)) + draw(st.integers(0, 1))
+        words = max(1, -(-max(tails, default=0) // 64)) + draw(st.integers(0, 1))
         return replace(batch, tails=tails, mask_words=words)
     return batch
 

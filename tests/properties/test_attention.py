@@ -42,7 +42,7 @@ def needed_options(case: AttentionCase) -> dict:
 def seen_keys(case: AttentionCase) -> torch.Tensor:
     """[T] int64, keys that each row sees."""
     matrices = visible_keys(case.cu_seqlens_q, case.cache_seqlens, **needed_options(case))
-    return torch.cat([matrix.sum(1) for matrix in matrices])
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(matrix.sum(1) for matrix in matrices)])
 
 
 @cases(300)
@@ -92,6 +92,30 @@ def test_requests_of_several_row_and_key_tiles_on_triton(data):
     case = batch.case(runtime.device())
     with watched() as loads:
         check(case, "triton", loads, factor=FACTOR)
+
+
+# (D, D_v): one load of a latent then serves both, where D_v is what the kernel takes of K in its first block
+LATENTS = [(16, 16), (24, 16), (32, 32), (17, 16), (48, 1), (192, 128)]
+
+
+def check_latents(batch: Batch, dims: tuple[int, int], backend: str, loads=None) -> None:
+    batch = replace(batch, dim=dims[0], value_dim=dims[1])
+    case = batch.case(runtime.device() if backend == "triton" else "cpu")
+    check(replace(case, v_cache=case.k_cache[..., : dims[1]]), backend, loads, factor=FACTOR)
+
+
+@cases(60)
+@given(batches(dtypes=("float32", "bfloat16")), st.sampled_from(LATENTS))
+def test_values_that_are_the_first_columns_of_the_keys(batch, dims):
+    check_latents(batch, dims, "torch")
+
+
+@needs_triton
+@cases(16)
+@given(batches(dtypes=("float32", "bfloat16"), max_requests=2), st.sampled_from(LATENTS))
+def test_values_that_are_the_first_columns_of_the_keys_on_triton(batch, dims):
+    with watched() as loads:
+        check_latents(batch, dims, "triton", loads)
 
 
 def check_same_value(batch: Batch, backend: str, loads=None) -> None:
@@ -152,15 +176,13 @@ def dealt(case: AttentionCase, page: int, parts: int, seed: int) -> list[Level]:
         for part in range(parts):
             tables[part].append(slots[owner == part])
             lengths[part].append(len(tables[part][-1]))
-    return [
-        Level(
-            case.cu_seqlens_q,
-            torch.nn.utils.rnn.pad_sequence(table, batch_first=True, padding_value=-1).to(case.q.device, torch.int32),
-            int32(length, case.q.device),
-            1,
-        )
-        for table, length in zip(tables, lengths, strict=True)
-    ]
+    levels = []
+    for rows, length in zip(tables, lengths, strict=True):
+        table = torch.full((len(rows), max(length, default=0)), -1, dtype=torch.int32)
+        for r, found in enumerate(rows):
+            table[r, : len(found)] = found
+        levels.append(Level(case.cu_seqlens_q, table.to(case.q.device), int32(length, case.q.device), 1))
+    return levels
 
 
 @cases(80)

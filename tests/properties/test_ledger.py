@@ -101,7 +101,7 @@ def test_unique_tokens_of_a_plan_are_the_distinct_slots_of_its_levels(levels):
 def kernel_block(batch: Batch) -> int:
     from cascade_lab.backends.triton.config import tile_for
 
-    packed = max(batch.rows) * (batch.heads[0] // batch.heads[1])
+    packed = max(batch.rows, default=0) * (batch.heads[0] // batch.heads[1])
     return tile_for(packed, max(batch.dim, batch.value_dim), batch.torch_dtype).block_m
 
 
