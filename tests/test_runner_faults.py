@@ -26,7 +26,7 @@ from cascade_lab.evidence.claims import MIME
 from cascade_lab.evidence.stopping import Stopped, as_exceptions, held_back
 from tests.test_notebook_runner import PARAMETERS, code, write
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, limits and permissions of POSIX")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are looked for in /proc")
 
 # A claim as the package shows it, without the second that importing the package takes in a kernel.
 FIELDS = {"statement": "rows arrive", "instrument": "derived", "expected": "3", "measured": "3", "verdict": "holds"}
@@ -43,6 +43,7 @@ FORKS.set_forkserver_preload(["cascade_lab.cli", "cascade_lab.evidence.export", 
 def _carry_out(arguments, place, prepare, report):
     """The body of one process: a `cascade-lab` command in its own session and environment, a fault prepared before."""
     os.setsid()
+    default_signals()
     os.chdir(place["cwd"])
     os.environ |= place["environment"]
     tempfile.tempdir = None
@@ -56,6 +57,13 @@ def _carry_out(arguments, place, prepare, report):
         report()
     # Without Python's own way out, which would wait for what this test looks for.
     os._exit(status)
+
+
+def default_signals():
+    """As in a terminal; under nohup, or behind an ampersand, some are ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Place:
@@ -150,12 +158,12 @@ def only_failure_added(before, after, name):
 
 FAULTS = {
     "killed": (REACHED + "os.kill(os.getpid(), 9)", r"cell 3: the kernel died \(DeadKernelError\)"),
-    "endless": (REACHED + "while True:\n    pass", r"cell 3: took longer than 2 s \(TimeoutError\)"),
+    "endless": (REACHED + "while True:\n    pass", r"cell 3: took longer than 3 s \(TimeoutError\)"),
     "deaf": (
         REACHED + "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True:\n    pass",
-        r"cell 3: took longer than 2 s",
+        r"cell 3: took longer than 3 s",
     ),
-    "with children": ("%%bash\nsleep 1000 & sleep 1000", r"cell 3: took longer than 2 s"),
+    "with children": ("%%bash\nsleep 1000 & sleep 1000", r"cell 3: took longer than 3 s"),
     "a million lines": (
         "for i in range(10**6):\n    print(i)",
         r"cell 3: prints more than 1 MiB; print less, or write to a file",
@@ -185,7 +193,7 @@ def test_whatever_a_cell_does_there_is_one_line_and_nothing_is_left(fault, place
     monkeypatch.setattr(tempfile, "tempdir", None)
     started = time.monotonic()
 
-    slow = "2" if "longer" in message else "60"
+    slow = "3" if "longer" in message else "60"
     arguments = ["run", "01", "--notebooks", str(place.folder), "--output", str(place.output), "--timeout", slow]
     assert cli.main(arguments) == 1
 
@@ -203,11 +211,11 @@ def test_whatever_a_cell_does_there_is_one_line_and_nothing_is_left(fault, place
 
 
 def test_much_output_below_the_limit_is_kept_whole(place):
-    """K81: 100,000 lines are slower than the kernel's answer, and none is lost."""
-    write(place.folder, "01_long", "for i in range(100_000):\n    print(i)", CLAIM)
+    """K81: 30,000 lines are slower than the kernel's answer, and none is lost."""
+    write(place.folder, "01_long", "for i in range(30_000):\n    print(i)", CLAIM)
     assert place.run()[::2] == (0, "")
     outputs = execution.load(place.output / "01_long.ipynb").cells[2].outputs
-    assert [each.text for each in outputs] == ["".join(f"{i}\n" for i in range(100_000))]
+    assert [each.text for each in outputs] == ["".join(f"{i}\n" for i in range(30_000))]
 
 
 # signals
@@ -303,6 +311,16 @@ def test_a_signal_between_two_renames_waits_until_all_results_are_in_place(numbe
     assert place.processes() == []
 
 
+@pytest.fixture
+def terminal_signals():
+    before = {number: signal.getsignal(number) for number in STOPS}
+    default_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("terminal_signals")
 def test_signals_become_exceptions_and_wait_where_they_are_held_back():
     before = [signal.getsignal(number) for number in STOPS]
     for number, words in STOPS.items():
@@ -368,10 +386,13 @@ class SmallDisk:
         user, group = os.getuid(), os.getgid()
         if ctypes.CDLL(None).unshare(new_mounts | (new_user if user else 0)):
             os._exit(NO_NAMESPACE)
-        if user:
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-            Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        try:
+            if user:
+                Path("/proc/self/setgroups").write_text("deny")
+                Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+                Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        except OSError:
+            os._exit(NO_NAMESPACE)
         mounts = [
             ["mount", "--make-rprivate", "/"],
             ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "tmpfs", str(self.folder)],
