@@ -1,71 +1,127 @@
-"""The check can fail: a wrong sign in a kernel makes notebook 01's claims fail, and the run with them."""
+"""The checks can fail: each mutant of the package fails a notebook claim and a unit test, and a claim fails its run."""
 
+import compileall
+import functools
 import os
+import py_compile
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-NOTEBOOK = "01_lse_splitting"
-KERNELS = "cascade_lab/backends/triton"
-MUTATIONS = {
-    "the merge adds the maximum instead of subtracting it": (
-        f"{KERNELS}/merge.py",
-        "w_b = tl.exp(b_lseb - shift)",
-        "w_b = tl.exp(b_lseb + shift)",
-    ),
-    "the attention pass never rescales what it has summed": (
-        f"{KERNELS}/attention.py",
-        "keep = tl.exp2(b_max - shift)",
-        "keep = tl.exp2(tl.zeros_like(b_max))",
-    ),
-}
+from tests.mutants import MUTANTS, Mutant
+from tests.trials import CHECKOUT, Outcome, Trials, cells_of_claim
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials are forks of one process")
+
+NOTEBOOKS = CHECKOUT / "notebooks"
+CLAIMS = list(dict.fromkeys(mutant.claim for mutant in MUTANTS))
+NODES = list(dict.fromkeys(f"tests/{mutant.node}" for mutant in MUTANTS))
+each_mutant = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake)
 
 
-def mutate(path, before, after):
-    """Replace the one occurrence; a pattern that is gone or repeated would test nothing."""
-    source = path.read_text()
-    assert source.count(before) == 1, f"{path.name}: {source.count(before)} occurrences of {before!r}"
-    path.write_text(source.replace(before, after))
+@pytest.fixture(scope="module")
+def trials():
+    with Trials() as warm:
+        yield warm
 
 
-def run_notebook(place):
-    """Run notebook 01 on the copy of the package in `place`."""
-    command = [sys.executable, "-m", "cascade_lab", "run", NOTEBOOK]
-    command += ["--notebooks", str(CHECKOUT / "notebooks"), "--output", str(place / "build")]
-    on_cpu = {"PYTHONPATH": str(place), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=place, env=os.environ | on_cpu, capture_output=True, text=True, timeout=600)
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A folder with the package as it is and its bytecode, which goes by content: a mutated file is compiled anew."""
+    folder = tmp_path_factory.mktemp("original")
+    shutil.copytree(CHECKOUT / "cascade_lab", folder / "cascade_lab", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(folder, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unchanged(trials, original):
+    """Outcome of a claim's cells on the package as it is; claims of one cell share it."""
+    outcomes: dict[tuple[str, ...], Outcome] = {}
+
+    def outcome(cells: tuple[str, ...]) -> Outcome:
+        if cells not in outcomes:
+            outcomes[cells] = trials.cells(original, NOTEBOOKS, cells)
+        return outcomes[cells]
+
+    return outcome
 
 
 @pytest.fixture
-def copied(tmp_path):
-    shutil.copytree(CHECKOUT / "cascade_lab", tmp_path / "cascade_lab", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+def copied(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "copied")
 
 
-def test_the_unchanged_copy_passes(copied):
-    found = run_notebook(copied)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert (copied / "build" / f"{NOTEBOOK}.ipynb").exists()
+@functools.cache
+def cells(claim: str) -> tuple[str, ...]:
+    (notebook,) = NOTEBOOKS.glob(f"{int(claim.split('.')[0]):02d}_*.ipynb")
+    return tuple(cells_of_claim(notebook, claim))
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_wrong_kernel_fails_a_claim_and_the_run(name, copied):
-    path, before, after = MUTATIONS[name]
-    mutate(copied / path, before, after)
-    found = run_notebook(copied)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claim_holds_on_the_unchanged_package(claim, unchanged):
+    found = unchanged(cells(claim))
+    assert found.error == ""
+    assert claim in found.done
+
+
+def test_the_unit_tests_pass_on_the_unchanged_package(trials, original):
+    found = trials.tests(original, NODES)
+    assert found.error == ""
+    assert sorted(found.done) == sorted(NODES)
+
+
+@each_mutant
+def test_a_claim_fails_on_the_mutant(mutant: Mutant, copied, trials):
+    mutant.apply(copied / "cascade_lab")
+    found = trials.cells(copied, NOTEBOOKS, cells(mutant.claim))
+    assert found.error.startswith(f"AssertionError: claim {mutant.claim} fails: "), found.error or "no claim fails"
+
+
+@each_mutant
+def test_a_unit_test_fails_on_the_mutant(mutant: Mutant, copied, trials):
+    mutant.apply(copied / "cascade_lab")
+    found = trials.tests(copied, [f"tests/{mutant.node}"])
+    assert found.error.startswith("failed: "), found.error or "the test passes"
+    assert found.done == ()
+
+
+def test_a_failing_claim_fails_the_run_and_its_output_is_no_result(copied):
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.mistake == "a row does not see itself")
+    mutant.apply(copied / "cascade_lab")
+    command = [sys.executable, "-m", "cascade_lab", "run", "03_prefix_hit_area"]
+    command += ["--notebooks", str(NOTEBOOKS), "--output", str(copied / "build")]
+    on_cpu = {
+        "PYTHONPATH": str(copied),
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
+    found = subprocess.run(command, cwd=copied, env=os.environ | on_cpu, capture_output=True, text=True, timeout=600)
     assert found.returncode == 1
-    assert re.match(rf"{NOTEBOOK}\.ipynb, cell \d+: AssertionError: claim \S+ fails: ", found.stderr), found.stderr
-    assert not (copied / "build" / f"{NOTEBOOK}.ipynb").exists()
-    assert (copied / "build" / "failed" / f"{NOTEBOOK}.ipynb").exists()
+    line = r"03_prefix_hit_area\.ipynb, cell \d+: AssertionError: claim 3\.2 fails: "
+    assert re.match(line, found.stderr), found.stderr
+    assert not (copied / "build" / "03_prefix_hit_area.ipynb").exists()
+    assert (copied / "build" / "failed" / "03_prefix_hit_area.ipynb").exists()
 
 
-def test_a_pattern_that_is_gone_is_an_error(tmp_path):
+def test_a_mutation_that_hits_no_place_or_two_is_an_error(tmp_path):
     (tmp_path / "kernel.py").write_text("a = 1\na = 1\n")
-    for pattern in ("b = 1", "a = 1"):
-        with pytest.raises(AssertionError, match="occurrences"):
-            mutate(tmp_path / "kernel.py", pattern, "")
+    for before, found in (("b = 1", 0), ("a = 1", 2)):
+        mutant = Mutant("", "kernel.py", before, "", "", "")
+        with pytest.raises(AssertionError, match=f"expected one occurrence of '{before}', found {found}"):
+            mutant.apply(tmp_path)
+
+
+def test_a_trial_tells_a_failed_test_from_one_that_is_not_there(trials, original):
+    found = trials.tests(original, ["tests/test_states.py::test_that_nobody_wrote"])
+    assert found == Outcome((), "pytest ended with 4")
+
+
+def test_a_trial_that_hangs_or_dies_is_no_failed_claim(trials, original):
+    found = trials.cells(original, NOTEBOOKS, ["import os, signal", "os.kill(os.getpid(), signal.SIGKILL)"])
+    assert found == Outcome((), "not tried: ended by signal 9 within 60 s")
