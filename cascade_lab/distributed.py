@@ -24,6 +24,7 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CALLS = ("merge_across_ranks", "sharded_attention", "ring_attention")
 # what the ranks tell each other of their arguments, and the most of it
 SAID = 24
+# of messages that nobody sends; gloo picks one of its devices by tag modulo their number, here that of tag 0
+UNUSED_TAG = 720720
 
 # torch 2.13 renamed it and warns about the old name
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -469,6 +472,7 @@ def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, g
         rectangles = key_rectangles(own, page_ids, page_size)
         whole = key_rectangles([levels[i] for i in sorted(replicated)], page_ids, page_size)
         return {
+            "T": len(q),
             "number of levels": len(own),
             "page size": page_size,
             "H_kv": num_kv_heads,
@@ -570,9 +574,13 @@ def _place(group) -> tuple[int, int]:
 
 
 def _wire_device(group) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    on_cpu = "nccl" not in _backends(group) or "gloo" in _backends(group)
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def _backends(group) -> str:
+    """Device and backend names, as "cpu:gloo,cuda:nccl"; a group made without a name has no other."""
+    return str(dist.get_backend_config(group))
 
 
 @contextlib.contextmanager
@@ -582,10 +590,26 @@ def _over_the_wire(where: str, group) -> Iterator[None]:
         yield
     except RuntimeError as error:
         rank, world_size = _place(group)
-        reason = str(error).strip().splitlines()[0]
+        # without the place in gloo's source and its advice
+        reason = str(error).strip().splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        _hang_up(group)
         raise RuntimeError(
             f"{where}: rank {rank} of {world_size} lost another rank, or waited too long for it: {reason}"
         ) from error
+
+
+def _hang_up(group) -> None:
+    """Close this rank's connections of a group that lost a rank, so that those who wait for this one end too.
+
+    In a ring, not everybody hears from the rank that is gone. NCCL tells all by itself; gloo closes the connections of
+    a group when a wait is over time, and only then.
+    """
+    if "gloo" not in _backends(group):
+        return
+    rank, world_size = _place(group)
+    for peer in (r for r in range(world_size) if r != rank):
+        with contextlib.suppress(RuntimeError):
+            dist.irecv(torch.empty(1), group=group, tag=UNUSED_TAG, group_src=peer).wait(timedelta(milliseconds=1))
 
 
 def _merge_over_group(
