@@ -98,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         parents=[names, source, output, timeout],
         help="execute notebooks and print their claims",
         description="Execute notebooks into the output folder as NAME.ipynb and NAME.html, write claims.json, and "
-        "print the table of claims. A notebook that fails is kept in failed/ and makes the exit status 1.",
+        "print the table of claims. A notebook that fails is kept in failed/ and makes the exit status 1; so does a "
+        "cell that takes longer than its time or prints more than 1 MiB. Only notebooks of the one folder are run.",
         epilog="example: cascade-lab run 01_lse_splitting -p seed 3",
     )
     run.add_argument(

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -350,9 +351,9 @@ def _kill(manager: object) -> None:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
     if process is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             process.kill()
-        process.wait()
+            process.wait(5)
 
 
 def _variables(scratch: Path, temporary: Path) -> dict[str, str]:
