@@ -323,6 +323,25 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "trace.jsonl"]
 
 
+def test_a_report_goes_through_a_link_or_a_pipe_and_replaces_neither(tmp_path):
+    """Renaming a finished file onto /dev/stdout would remove the device."""
+    (tmp_path / "trace.jsonl").write_bytes(LINE)
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    other_end = os.open(tmp_path / "pipe.json", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for name in ("link.json", "pipe.json"):
+            assert cli.main(["trace", str(tmp_path / "trace.jsonl"), "--json", str(tmp_path / name)]) == 0
+        assert os.read(other_end, 1 << 16) == (tmp_path / "real.json").read_bytes()
+    finally:
+        os.close(other_end)
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "pipe.json").is_fifo()
+    assert json.loads((tmp_path / "real.json").read_text())["requests"] == 1
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 # measurements
 
 

@@ -363,8 +363,12 @@ def _print_skipped(skipped: _Skipped) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing."""
+    """All of it or nothing; a link leads to its file, and a pipe or device takes it as it comes."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_bytes(content)
