@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import struct
@@ -93,16 +94,16 @@ class Ranks:
 
         Raises:
             RuntimeError: a rank failed (the first is named), or ranks claim different things. TimeoutError: they took
-                too long. All ranks are stopped then.
+                too long. Ranks of which one failed or was late are all stopped.
         """
+        source = HEADER + textwrap.dedent(inspect.getsource(program))
+        task = json.dumps({"name": program.__name__, "source": source, "arguments": arguments}).encode() + b"\n"
         number, self._runs = self._runs, self._runs + 1
-        source = textwrap.dedent(inspect.getsource(program))
-        task = {"name": program.__name__, "source": HEADER + source, "arguments": arguments}
         results = [self._folder / f"result.{number}.{rank}.json" for rank in range(self.world_size)]
         try:
             for process in self._processes:
                 with contextlib.suppress(BrokenPipeError):  # a rank that is gone is noticed below
-                    process.stdin.write(json.dumps(task).encode() + b"\n")
+                    process.stdin.write(task)
                     process.stdin.flush()
             self._await(results)
         except BaseException:
@@ -246,7 +247,7 @@ def _serve(rank: int, folder: Path, world_size: int, timeout: float) -> None:
     import torch.distributed as dist
 
     tasks: queue.SimpleQueue[dict] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
+    threading.Thread(target=_listen, args=(tasks, folder), daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -265,11 +266,12 @@ def _serve(rank: int, folder: Path, world_size: int, timeout: float) -> None:
         number += 1
 
 
-def _listen(tasks: queue.SimpleQueue) -> None:
+def _listen(tasks: queue.SimpleQueue, folder: Path) -> None:
     with os.fdopen(os.dup(0)) as lines:
         for line in lines:
             tasks.put(json.loads(line))
-    os._exit(1)  # the other end is closed, or its process gone
+    shutil.rmtree(folder, ignore_errors=True)  # the other end is gone, and its process with it
+    os._exit(1)
 
 
 def _run(task: dict) -> dict:
