@@ -403,4 +403,21 @@ MUTANTS = (
         "5.11",
         "test_traces.py::test_a_request_never_hits_its_own_blocks",
     ),
+    # work shared out to ranks
+    Mutant(
+        "a rank's second slice shifted instead of mirrored",
+        "sharding.py",
+        "(slices[r], slices[-1 - r])",
+        "(slices[r], slices[world_size + r])",
+        "6.24",
+        "test_sharding.py::test_zigzag_slices_hold_the_same_area[3]",
+    ),
+    Mutant(
+        "a merge's way back left out of the bytes sent",
+        "distributed.py",
+        '"exchange": (n - own) * full + (W - 1) * own * back}',
+        '"exchange": (n - own) * full}',
+        "6.18",
+        "test_distributed.py::test_fewest_bytes_and_then_fewest_steps",
+    ),
 )

@@ -573,7 +573,9 @@ def test_pictures_of_a_record_carry_its_numbers_and_its_device():
     assert predicted is not None
 
 
-@pytest.mark.parametrize("content", [None, "not json", '{"rows": []}', '{"sections": {}}'])
+@pytest.mark.parametrize(
+    "content", [None, "not json", '{"rows": []}', '{"sections": {}}', "[1]", '{"sections": ["ceilings"]}']
+)
 def test_a_file_that_is_no_gpu_record_is_a_wrong_use(tmp_path, capsys, content):
     path = tmp_path / "x.json"
     if content is not None:

@@ -6,11 +6,11 @@ names the device and the date of its record.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cascade_lab import foreign
 from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, VERMILLION, style
 from cascade_lab.evidence.parameters import UsageError
 
@@ -39,10 +39,11 @@ def write(record: Path, folder: Path) -> list[Path]:
         UsageError: a file that is no record of a GPU run.
     """
     try:
-        data = json.loads(record.read_text(encoding="utf-8"))
-    except ValueError:
-        data = {}
-    if "ceilings" not in data.get("sections", {}):
+        data = foreign.read_json(record)
+    except foreign.ForeignFileError:
+        data = None
+    sections = data.get("sections") if isinstance(data, dict) else None
+    if not isinstance(sections, dict) or "ceilings" not in sections:
         raise UsageError(f"--plot: expected the record of a GPU run, given {record.as_posix()} without its sections")
     folder.mkdir(parents=True, exist_ok=True)
     written = []

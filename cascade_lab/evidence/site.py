@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cascade_lab.evidence import canonical
+from cascade_lab.evidence import canonical, stopping
 from cascade_lab.evidence.claims import COLUMNS, FAILS, Claim, gather
 from cascade_lab.evidence.execution import load
 from cascade_lab.evidence.export import picture, render, to_html
@@ -71,9 +71,10 @@ def build(folder: Path, output: Path) -> int:
         for name, page in pages.items():
             (fresh / name).parent.mkdir(exist_ok=True)
             (fresh / name).write_text(page, encoding="utf-8")
-        if output.exists():
-            shutil.rmtree(output)
-        os.replace(fresh, output)
+        with stopping.held_back():  # the earlier site goes only when the new one takes its place
+            if output.exists():
+                shutil.rmtree(output)
+            os.replace(fresh, output)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     print(f"{len(pages)} pages in {output}, from {output / 'index.html'}")
