@@ -13,8 +13,8 @@ n = T H states of D + 1 float32 numbers are exchanged, whatever the number of ke
 
 Sending each state once to whoever merges it and once back is least for more than two ranks, has no maximum to agree on
 first, merges every row on one rank alone, so that all ranks hold equal bits, and its second half travels in the dtype
-of the output. With mode "scatter" that half falls away. For two ranks, or very few states, `gather` sends no more and
-takes one step. The transport is torch.distributed's own: gloo on CPU, NCCL on GPU.
+of the output. With mode "scatter" that half falls away. For two ranks whose output is as wide as what they send,
+`gather` sends no more and takes one step. The transport is torch.distributed's own: gloo on CPU, NCCL on GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODES = ("all", "scatter")
 ALGORITHMS = ("auto", "gather", "reduce", "exchange")
 WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CALLS = ("merge_across_ranks", "sharded_attention", "ring_attention")
-# what the ranks tell each other of their arguments, and the most of it
+# numbers that a rank tells the others of its arguments, zeros included: one size, whatever the call
 SAID = 24
 # of messages that nobody sends; gloo picks one of its devices by tag modulo their number, here that of tag 0
 UNUSED_TAG = 720720
@@ -81,7 +81,8 @@ def merge_across_ranks(
         mode: "all", every rank gets the whole state. "scatter", rank r gets heads r H/W to (r + 1) H/W - 1, as tensor
             parallel layers want them.
         algorithm: "gather", "reduce" or "exchange" as in this module's text; "auto" takes the one that sends fewest
-            bytes (`merge_bytes`), and among equals the one with fewer steps. "scatter" knows "exchange" alone.
+            bytes (`merge_bytes` of rank 0), and among equals the one with fewer steps. "scatter" knows "exchange"
+            alone.
         wire_dtype: of o on its way; when absent its own, which loses nothing: float32 for partial states. lse travels
             as it is. bfloat16 and float16 round each part once; "reduce" adds on the wire and takes neither.
         out_dtype: dtype of o; default that of state.o.
@@ -283,7 +284,7 @@ def ring_attention(
         TypeError, ValueError: as in `attention`, tokens that are not this rank's share, or arguments that differ
             between ranks. RuntimeError: a gradient is required, no process group, or a rank was lost.
 
-    Ring attention is Liu et al. (2023), arXiv:2310.01889; zigzag slices are common in context parallel training.
+    Ring attention is Liu et al. (2023), arXiv:2310.01889; the zigzag split is that of Llama 3 (2024), arXiv:2407.21783.
     """
     where = "ring_attention"
 

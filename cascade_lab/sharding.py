@@ -112,7 +112,11 @@ def shard_levels(
 
 
 def deal_level(level: Level, rank: int, world_size: int) -> Level:
-    """This rank's part of a level that every rank holds: the keys of request i are read on rank i mod W alone."""
+    """This rank's part of a level that every rank holds: the keys of request i are read on rank i mod W alone.
+
+    Raises:
+        TypeError, ValueError: a rank outside the group, or a level whose offsets or lengths are no tensors.
+    """
     check_rank(rank, world_size)
     for name in ("cu_seqlens_q", "cache_seqlens"):
         runtime.check_is_tensor(name, getattr(level, name))
@@ -128,10 +132,11 @@ def deal_level(level: Level, rank: int, world_size: int) -> Level:
 def split_tokens(n: int, world_size: int, layout: str = "zigzag") -> tuple[Slices, ...]:
     """The half-open slices [start, stop) of a prompt's n tokens that each rank holds, rising.
 
-    "contiguous": rank r has [r n // W, (r + 1) n // W). "zigzag": of 2W such slices rank r has r and 2W - 1 - r.
+    "contiguous": rank r has [r n // W, (r + 1) n // W). "zigzag": of 2W such slices rank r has r and 2W - 1 - r,
+    the split of *The Llama 3 herd of models* (2024), arXiv:2407.21783.
 
     Raises:
-        ValueError: a negative n, no rank, or an unknown layout.
+        ValueError: n or world_size that is no integer or too small, or an unknown layout.
     """
     check_length("n", n)
     check_length("world_size", world_size, 1)
@@ -149,6 +154,9 @@ def rank_pairs(n: int, world_size: int, layout: str = "zigzag", region: Region |
     Args:
         n, world_size, layout: as in `split_tokens`.
         region: visible region of the rows; dense causal when absent.
+
+    Raises:
+        ValueError: as `split_tokens`.
     """
     region = Dense() if region is None else region
     shares = split_tokens(n, world_size, layout)
@@ -182,6 +190,9 @@ def ring_levels(
 
     Returns:
         Levels that have something to read; none when all of the holder's tokens come later.
+
+    Raises:
+        TypeError, ValueError: a rank outside the group, or as `split_tokens`.
     """
     check_rank(rank, world_size)
     check_rank(holder, world_size)
@@ -226,8 +237,8 @@ class RankLedger:
     """What one rank loads, computes and sends, in exact integers.
 
     Attributes:
-        rank: of how many is the length of the list it stands in.
-        kv_tokens, pairs: as in `Ledger`, of this rank's levels.
+        rank: in the group; the ledgers of all ranks come as one list.
+        kv_tokens: tokens loaded per KV head, and pairs: per query head; as in `Ledger`, of this rank's levels.
         bytes_sent: payload that this rank puts on the wire, headers of the transport not counted.
     """
 
@@ -243,19 +254,26 @@ def sharded_ledgers(
     *,
     layout: str = "contiguous",
     replicated: Collection[int] = (),
-    bytes_sent: int = 0,
+    bytes_sent: int | Sequence[int] = 0,
 ) -> list[RankLedger]:
     """The ledger of each rank of a sharded plan; kv_tokens and pairs add up to `ledger(levels)`.
 
     Args:
         levels, world_size, layout, replicated: as in `shard_levels`.
-        bytes_sent: by each rank for the merge, from `distributed.merge_bytes`.
+        bytes_sent: for the merge, by every rank alike or one count for each, from `distributed.merge_bytes`.
+
+    Raises:
+        TypeError, ValueError: as `shard_levels`, or bytes_sent of other than world_size ranks.
     """
+    check_at_least("world_size", world_size, 1)
+    sent = list(bytes_sent) if isinstance(bytes_sent, Sequence) else [bytes_sent] * world_size
+    if len(sent) != world_size:
+        raise ValueError(f"bytes_sent: expected one count for each of {world_size} ranks, given {len(sent)}")
     ledgers = []
     for rank in range(world_size):
         shard = shard_levels(levels, rank, world_size, layout=layout, replicated=replicated)
         counts = ledger(own_levels(shard, rank, world_size))
-        ledgers.append(RankLedger(rank, counts.kv_tokens, counts.pairs, bytes_sent))
+        ledgers.append(RankLedger(rank, counts.kv_tokens, counts.pairs, sent[rank]))
     return ledgers
 
 
@@ -270,6 +288,9 @@ def ring_ledgers(
     Args:
         prompt_lens, world_size, layout: as in `ring_levels`.
         bytes_per_token: of keys and values on the wire, H_kv (D + D_v) itemsize.
+
+    Raises:
+        TypeError, ValueError: as `held_tokens`, or a negative bytes_per_token.
     """
     check_at_least("bytes_per_token", bytes_per_token, 0)
     held = held_tokens(prompt_lens, world_size, layout)
@@ -298,6 +319,9 @@ def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: st
     """Where the tokens that a rank holds stand among all prompts packed one after another, `[tokens]` int64.
 
     `q[held_rows(...)]` are the rank's rows in the order that `ring_levels` and `distributed.ring_attention` expect.
+
+    Raises:
+        TypeError, ValueError: a rank outside the group, or as `split_tokens`.
     """
     check_rank(rank, world_size)
     starts = _offsets(prompt_lens)
@@ -437,6 +461,7 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
 
 
 def check_rank(rank: int, world_size: int) -> None:
+    """Refuse, with TypeError or ValueError, a rank outside 0 to world_size - 1."""
     check_at_least("world_size", world_size, 1)
     check_at_least("rank", rank, 0)
     if rank >= world_size:

@@ -115,8 +115,8 @@ def claim(
         expected: as `measured`, or AtMost(x), AtLeast(x). Texts and truth values are compared with their
             own kind.
         tol: absolute bound, element by element in sequences; 0 asks for exact equality.
-        instrument: "derived" (exact arithmetic), "oracle" (float64), "counted" (read counter or load
-            recorder), "timed" (a clock on this machine), "recorded" (a stored measurement).
+        instrument: "derived" (exact arithmetic), "oracle" (float64), "counted" (read counter, load
+            recorder or operating system), "timed" (a clock on this machine), "recorded" (a stored measurement).
 
     Raises:
         AssertionError: the claim fails; the output with verdict "fails" has been left before.
