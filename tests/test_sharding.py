@@ -175,6 +175,10 @@ def test_a_verify_plan_is_dealt_once_and_its_ledgers_add_up(world_size, page, sh
     assert [(x.rank, x.bytes_sent) for x in ranks] == [(rank, 7) for rank in range(world_size)]
     assert sum(x.kv_tokens for x in ranks) == whole.kv_tokens
     assert sum(x.pairs for x in ranks) == whole.pairs
+    each = [*range(world_size)]
+    assert [x.bytes_sent for x in sharded_ledgers(levels, world_size, replicated=drafts, bytes_sent=each)] == each
+    with pytest.raises(ValueError, match=f"bytes_sent: expected one count for each of {world_size} ranks, given 9"):
+        sharded_ledgers(levels, world_size, bytes_sent=[1] * 9)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
