@@ -1,5 +1,6 @@
 """What a user installs: the built wheel on its own, the declared versions, and the files that create environments."""
 
+import ast
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import tomllib
 import venv
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,11 @@ def installed(wheel, tmp_path_factory):
     return python
 
 
-def test_the_wheel_holds_every_module_and_the_type_marker(wheel):
+def test_the_wheel_holds_every_file_of_the_package(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "cascade_lab").rglob("*.py")}
-    assert modules <= names
-    assert "cascade_lab/py.typed" in names
+    files = [path for path in (CHECKOUT / "cascade_lab").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert {"__init__.py", "py.typed", "page.html.j2", "explorer.js"} <= {path.name for path in files}
+    assert {path.relative_to(CHECKOUT).as_posix() for path in files} <= names
     assert {name.split("/")[0] for name in names} == {"cascade_lab", f"cascade_lab-{PROJECT['version']}.dist-info"}
 
 
@@ -134,6 +135,30 @@ def test_every_direct_dependency_is_pinned_inside_its_range():
         (exact,) = pin.specifier
         assert exact.operator == "=="
         assert requirement.specifier.contains(exact.version), requirement
+
+
+def imported(path):
+    """Names of the packages that a file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name.partition(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def test_whatever_is_imported_is_declared():
+    """What only comes along with a dependency may be gone with its next version."""
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    declared = {Requirement(line).name.lower() for each in lists for line in each}
+    peers = {"flash_attn", "flash_attn_interface", "flashinfer"}  # measured against where a machine has them
+    files = [path for folder in ("cascade_lab", "tests") for path in (CHECKOUT / folder).rglob("*.py")]
+    names = {name for path in files for name in imported(path)} - set(sys.stdlib_module_names) - peers
+    owners = packages_distributions()
+    strangers = {
+        name for name in names if not {x.lower().replace("_", "-") for x in owners.get(name, [name])} & declared
+    }
+    assert {"torch", "bs4", "zmq"} <= names
+    assert strangers <= {"cascade_lab", "tests"}
 
 
 def test_the_versions_that_run_are_the_tested_set():
