@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab import foreign
-from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, VERMILLION, style
+from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
 from cascade_lab.evidence.parameters import UsageError
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _SERIES = (
     {"color": VERMILLION, "linestyle": "--", "marker": "s"},
     {"color": GREEN, "linestyle": "-.", "marker": "^"},
     {"color": BLACK, "linestyle": ":", "marker": "D"},
-    {"color": "#CC79A7", "linestyle": "-", "marker": "v"},
-    {"color": "#E69F00", "linestyle": "--", "marker": "*"},
+    {"color": PURPLE, "linestyle": "-", "marker": "v"},
+    {"color": ORANGE, "linestyle": "--", "marker": "*"},
 )
 
 

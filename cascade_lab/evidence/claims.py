@@ -26,7 +26,6 @@ VERDICTS = (HOLDS, FAILS, NOT_MEASURED)
 COLUMNS = ("id", "statement", "instrument", "expected", "measured", "verdict")
 
 _MACHINE_BOUND = ("timed", "recorded")
-_FIELDS = ("id", "statement", "instrument", "expected", "measured", "verdict")
 _claims_here: dict[str, Claim] = {}
 
 
@@ -169,7 +168,7 @@ def claim(
 
     _claims_here[id] = judged
     raw = {"expected": judged.raw_expected, "measured": judged.raw_measured}
-    data = {MIME: {name: getattr(judged, name) for name in _FIELDS}, "text/markdown": _markdown_line(judged)}
+    data = {MIME: {name: getattr(judged, name) for name in COLUMNS}, "text/markdown": _markdown_line(judged)}
     _show(data, judged.line, {MIME: raw})
     if judged.verdict == FAILS:
         raise AssertionError(
@@ -201,9 +200,9 @@ def gather(notebook: Mapping) -> list[Claim]:
                 continue
             raw = output.get("metadata", {}).get(MIME, {})
             try:
-                if not isinstance(fields, Mapping) or set(fields) != set(_FIELDS) or not isinstance(raw, Mapping):
-                    raise ValueError(f"expected exactly {', '.join(_FIELDS)}")
-                if not all(isinstance(fields[name], str) for name in _FIELDS if name != "measured"):
+                if not isinstance(fields, Mapping) or set(fields) != set(COLUMNS) or not isinstance(raw, Mapping):
+                    raise ValueError(f"expected exactly {', '.join(COLUMNS)}")
+                if not all(isinstance(fields[name], str) for name in COLUMNS if name != "measured"):
                     raise ValueError("expected texts")
                 claim = Claim(**fields, raw_expected=raw.get("expected"), raw_measured=raw.get("measured"))
                 check_record(claim.record(""), "claim")
@@ -219,8 +218,8 @@ def check_record(record: object, name: str) -> None:
     Raises:
         ValueError: naming the claim by `name`, and the field.
     """
-    if not isinstance(record, Mapping) or set(record) != {*_FIELDS, "notebook"}:
-        raise ValueError(f"{name}: expected an object with notebook, {', '.join(_FIELDS)}")
+    if not isinstance(record, Mapping) or set(record) != {*COLUMNS, "notebook"}:
+        raise ValueError(f"{name}: expected an object with notebook, {', '.join(COLUMNS)}")
     for field in ("id", "notebook", "statement"):
         if not isinstance(record[field], str):
             raise ValueError(f"{name}: {field}: expected text, given {one_line(repr(record[field]), 80)}")

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 FOLDER = "CASCADE_LAB_FIGURES"
 SIZE = (6.4, 3.6)
 # Okabe and Ito's colours; every series also has its own line style and marker, every area its own hatch
-BLUE, VERMILLION, GREEN, BLACK, GREY = "#0072B2", "#D55E00", "#009E73", "#000000", "#666666"
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+BLACK, GREY = "#000000", "#666666"
 _BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white"}
 SERIES = {
     "float32": {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -41,7 +42,7 @@ SERIES = {
     "bfloat16": {"color": VERMILLION, "linestyle": "-.", "marker": "^"},
 }
 # colour and line of up to six laws in one picture
-_LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), ("#CC79A7", ":"), (BLACK, (0, (6, 1.5))), ("#E69F00", "-"))
+_LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), (PURPLE, ":"), (BLACK, (0, (6, 1.5))), (ORANGE, "-"))
 
 
 def style() -> AbstractContextManager[None]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, VERMILLION, style
+from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
 from cascade_lab.sharding import rank_pairs, split_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_AREAS = ((BLUE, ""), (VERMILLION, "////"), (GREEN, "...."), ("#CC79A7", "xxxx"), ("#E69F00", "----"), (GREY, "++++"))
-_LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), ("#CC79A7", ":"))
+_AREAS = ((BLUE, ""), (VERMILLION, "////"), (GREEN, "...."), (PURPLE, "xxxx"), (ORANGE, "----"), (GREY, "++++"))
+_LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), (PURPLE, ":"))
 
 
 def triangle_cut(n: int, world_size: int, layouts: Sequence[str]) -> tuple[Figure, dict[str, tuple[int, ...]]]:

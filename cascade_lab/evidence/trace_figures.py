@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, VERMILLION, style
+from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, PURPLE, VERMILLION, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PURPLE = "#CC79A7"
 _WEIGHTS = (
     ("each request 1", GREY, "", lambda n: 1),
     ("by tokens, N", BLUE, "////", lambda n: n),
@@ -26,7 +25,7 @@ _LOOKS = (
     {"color": BLUE, "linestyle": "--", "marker": "o"},
     {"color": GREEN, "linestyle": "-.", "marker": "s"},
     {"color": BLACK, "linestyle": ":", "marker": "D"},
-    {"color": _PURPLE, "linestyle": "-", "marker": "v"},
+    {"color": PURPLE, "linestyle": "-", "marker": "v"},
 )
 
 
