@@ -314,7 +314,7 @@ def _kernel(scratch: Path, environment: Mapping[str, str]) -> Iterator[tuple[typ
 
     log = scratch / "kernel.log"
     managers: list[AsyncKernelManager] = []
-    with _temporary_folder() as folder, log.open("wb") as stderr:
+    with temporary_folder() as folder, log.open("wb") as stderr:
         connection = folder / "k.json"
         variables = _variables(scratch, folder) | environment
 
@@ -379,7 +379,12 @@ def _variables(scratch: Path, temporary: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards, whatever happened.
+
+    Raises:
+        UsageError: there is no place for one.
+    """
     try:
         folder = Path(tempfile.mkdtemp(prefix="cascade-"))
     except OSError as error:

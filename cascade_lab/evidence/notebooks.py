@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from cascade_lab.evidence import canonical
 from cascade_lab.evidence.claims import FAILS, check_record, gather, print_table
-from cascade_lab.evidence.execution import execute, load
+from cascade_lab.evidence.execution import execute, load, temporary_folder
 from cascade_lab.evidence.export import to_html
 from cascade_lab.evidence.figures import FOLDER as FIGURES_FOLDER
 from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
@@ -210,7 +210,7 @@ def refresh(names: Sequence[str] = (), *, folder: Path, figures: Path, cell_time
     if not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} is rewritten, and cannot be")
     before = {path: path.read_bytes() for path in paths if path.is_file()}
-    with _temporary() as scratch:
+    with temporary_folder() as scratch:
         fresh, status = _rerun(paths, scratch, cell_timeout)
         if status:
             return status
@@ -258,7 +258,7 @@ def check(
     found = [f"{path.name}, {problem}" for path in paths for problem in canonical.problems(path)]
     status = 1 if found else 0
     if execute_notebooks and not found:
-        with _temporary() as scratch:
+        with temporary_folder() as scratch:
             fresh, status = _rerun(paths, scratch, cell_timeout)
             for path, (committed, notebook) in fresh.items():
                 found += [f"{path.name}, {each}" for each in canonical.differences(committed, notebook)]
@@ -383,19 +383,6 @@ def _scratch(output: Path) -> Iterator[Path]:
         with held_back():
             shutil.rmtree(folder, ignore_errors=True)
             _unlock(mark)
-
-
-@contextlib.contextmanager
-def _temporary() -> Iterator[Path]:
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="cascade-"))
-    except OSError as error:
-        raise UsageError(f"no place for temporary files ({error.strerror or error}); name one with TMPDIR") from None
-    try:
-        yield folder
-    finally:
-        with held_back():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clear_abandoned(output: Path) -> None:
