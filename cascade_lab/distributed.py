@@ -471,19 +471,31 @@ def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, g
             except (TypeError, ValueError) as error:
                 raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
         rectangles = key_rectangles(own, page_ids, page_size)
-        whole = key_rectangles([levels[i] for i in sorted(replicated)], page_ids, page_size)
         return {
             "T": len(q),
             "number of levels": len(own),
             "page size": page_size,
             "H_kv": num_kv_heads,
             "replicated": sum(1 << i for i in replicated if i < 63),
-            "keys of replicated levels": zlib.crc32(whole.tobytes()),
+            "replicated levels": _digest([levels[i] for i in sorted(replicated)], page_ids, page_size),
         }
 
     _agree(describe, group, where)
     rank, world_size = _place(group)
     check_counted_once(_gather_rows(np.insert(rectangles, 5, rank, axis=1), world_size, group, where))
+
+
+def _digest(levels: Sequence[Level], page_ids: Tensor, page_size: int) -> int:
+    """A number that changes with the levels' rows, the slots of the whole cache that they read, and their masks."""
+    told = key_rectangles(levels, page_ids, page_size).tobytes()
+    for level in levels:
+        told += repr(level.causal).encode()
+        for name in ("tree_mask", "tail_seqlens"):
+            x = getattr(level, name)
+            if x is not None:
+                runtime.check_is_tensor(name, x)
+                told += x.cpu().numpy().tobytes()
+    return zlib.crc32(told)
 
 
 def _gather_rows(rows: np.ndarray, world_size: int, group, where: str) -> np.ndarray:
@@ -552,7 +564,7 @@ def _spell(name: str, value: int) -> str:
         return str([i for i in range(63) if value >> i & 1])
     if name == "requires_grad":
         return str(bool(value))
-    return f"digest {value:08x}" if name in ("prompt_lens", "keys of replicated levels") else str(value)
+    return f"digest {value:08x}" if name in ("prompt_lens", "replicated levels") else str(value)
 
 
 def _bits(x: float) -> int:
