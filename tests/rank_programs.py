@@ -36,8 +36,8 @@ RING_SHAPE = dict(num_heads=4, num_kv_heads=2, dim=16, value_dim=12)
 class MergeCase:
     """States of all ranks and the options of one `merge_across_ranks` call.
 
-    `kind` says what the rows hold, "hostile" (see `states`), "absent" (the last rank has no keys) or "plain"; with
-    `views` each rank's tensors lie differently in memory.
+    `kind` says what the rows hold: "hostile" or "hollow" as in `states`, "absent" where the last rank has no keys, or
+    "plain". With `views` each rank's tensors lie differently in memory.
     """
 
     name: str
@@ -94,7 +94,8 @@ def states(case: MergeCase, world_size: int) -> tuple[Tensor, Tensor]:
     """o `[T, W, H, D]` and lse `[T, W, H]` of all ranks.
 
     "hostile" rows: 0 is empty everywhere, 1 has a NaN lse, 2 and 3 hold lse near 1e5 and -1e5, 4 mixes both, in 5
-    rank 0 says "no keys" by +inf and its o is Inf, in 6 rank 1 has no keys and its o is NaN.
+    rank 0 says "no keys" by +inf and its o is Inf, in 6 rank 1 has no keys and its o is NaN. "hollow" rows are
+    the same without the NaN lse.
     """
     T, H, D = case.shape
     o = random(T, world_size, H, D, seed=3, dtype=case.dtype)
@@ -102,9 +103,10 @@ def states(case: MergeCase, world_size: int) -> tuple[Tensor, Tensor]:
     if case.kind == "absent":
         lse[:, -1], o[:, -1] = -torch.inf, torch.nan
         o[:, -1, 0], o[:, -1, -1, 0] = torch.inf, -torch.inf
-    if case.kind == "hostile":
+    if case.kind in ("hostile", "hollow"):
         lse[0] = -torch.inf
-        lse[1, 1, 0] = torch.nan
+        if case.kind == "hostile":
+            lse[1, 1, 0] = torch.nan
         lse[2] += 1e5
         lse[3] -= 1e5
         lse[4, 0], lse[4, 1] = 1e5, -1e5
@@ -147,6 +149,7 @@ GRADIENTS = {
     for mode in ("all", "scatter")
     for case in (
         MergeCase(f"{mode} absent", "absent", options={"mode": mode}),
+        MergeCase(f"{mode} hollow", "hollow", options={"mode": mode}),
         MergeCase(f"{mode} views", options={"mode": mode}, views=True),
         MergeCase(f"{mode} no rows", shape=(0, 4, 8), options={"mode": mode}),
         MergeCase(f"{mode} bfloat16", dtype=torch.bfloat16, options={"mode": mode}),
@@ -298,6 +301,8 @@ def attentions(rank: int, world_size: int) -> dict:
     cache = LocalCache.of(case.k_cache, case.v_cache, shard)
     found["decode scatter"] = _attend(case.q, cache, shard.levels, mode="scatter")
     found["decode options"] = _attend(case.q, cache, shard.levels, softmax_scale=0.7, softcap=1.5, num_splits=3)
+    if runtime.triton_mode() != "absent":
+        found["decode triton"] = _attend(case.q, cache, shard.levels, backend="triton")
     with runtime.unchecked():
         found["decode unchecked"] = _attend(case.q, cache, shard.levels)
     no_rows = [Level(offsets([0] * 5), level.page_table, level.cache_seqlens, 4) for level in shard.levels]
@@ -443,8 +448,12 @@ def _sharded_refusals(rank: int, world_size: int) -> dict[str, Callable]:
         return lambda: sharded_attention(q, cache, levels, replicated=replicated, **options)
 
     good_cache = cache
-    whole = (x.view(-1, 2, *x.shape[2:]) for x in (cache.k_cache, cache.v_cache))
-    two_page = LocalCache(*whole, torch.arange(2 * len(cache.k_cache)))
+    pages_of_two = (x.view(-1, 2, *x.shape[2:]) for x in (cache.k_cache, cache.v_cache))
+    two_page = LocalCache(*pages_of_two, torch.arange(2 * len(cache.k_cache)))
+    (fused,) = case.batch.levels("fused")
+    whole = LocalCache(case.k_cache, case.v_cache, torch.arange(len(case.k_cache)))
+    sibling = fused.tree_mask.clone()
+    sibling[1, 0] ^= 1 << 2  # node 1 sees node 2
     fine = replace(prefix, page_table=_halved(prefix.page_table), page_size=2)
     heads = LocalCache(*(torch.cat((x, x), 2) for x in (cache.k_cache, cache.v_cache)), cache.page_ids)
     shorter = replace(draft, cache_seqlens=draft.cache_seqlens.clamp(max=1))
@@ -454,7 +463,11 @@ def _sharded_refusals(rank: int, world_size: int) -> dict[str, Callable]:
         "page size": call((fine, draft), two_page),
         "H_kv": call(cache=heads),
         "replicated": call(replicated=(0, 1)),
-        "keys of replicated levels": call((prefix, shorter)),
+        "replicated levels": call((prefix, shorter)),
+        "causal: replicated levels": call((prefix, replace(draft, causal=True))),
+        "mask: replicated levels": lambda: sharded_attention(
+            case.q, whole, [replace(fused, tree_mask=sibling) if odd else fused], replicated=[0]
+        ),
         "T": call(
             tuple(replace(x, cu_seqlens_q=x.cu_seqlens_q.clamp(max=len(case.q) - 1)) for x in (prefix, draft)),
             q=case.q[:-1],

@@ -251,6 +251,10 @@ def test_slots_beyond_32_bits_stay_apart(layout):
         for rank, shard in enumerate(shards)
     ]
     check_counted_once(np.concatenate(rectangles))
+    # ... and so are those of one rank that holds 2^31 slots
+    far = Level(offsets([1]), int32([[0, 2048]]), int32([(1 << 20) + 5]), 1 << 20)
+    found = key_rectangles([far], torch.arange(2049), 1 << 20)
+    assert found[:, :2].tolist() == [[0, 1 << 20], [1 << 31, (1 << 31) + 5]]
 
 
 def refused(error, match, levels, *arguments, **options):
