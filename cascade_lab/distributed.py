@@ -433,7 +433,10 @@ def _check_options(state: State, group, mode, algorithm, wire_dtype, out_dtype) 
     dtypes = dict(wire_dtype=wire_dtype, out_dtype=out_dtype, lse_dtype=lse.dtype)
     sent = merge_bytes(T, H, D, world_size, mode=mode, **dtypes)
     if algorithm == "auto":
-        return wire_dtype, out_dtype, min(sent, key=sent.get)  # the first of equals has fewest steps
+        for name in sent:  # the first of equals has fewest steps; a compiler cannot trace min() over its own sizes
+            if algorithm == "auto" or sent[name] < sent[algorithm]:
+                algorithm = name
+        return wire_dtype, out_dtype, algorithm
     if algorithm not in sent:
         given = f"mode={mode!r} and wire_dtype={wire_dtype}"
         raise ValueError(f"algorithm: expected one of {('auto', *sent)} with {given}, given {algorithm!r}")
