@@ -219,18 +219,26 @@ def _gradients(case: MergeCase, rank: int, world_size: int, merge: Callable) -> 
 def compiled(rank: int, world_size: int) -> dict:
     """Whole graphs, their results and gradients, and those of the same calls uncompiled."""
     found = {}
+
+    def merge(state: State, **options) -> State:
+        return merge_across_ranks(state, **options)
+
     for name in ("all absent", "scatter absent"):
         case = GRADIENTS[name]
         state = own_state(case, rank, world_size)
-
-        def merge(state: State, **options) -> State:
-            return merge_across_ranks(state, **options)
-
         whole = torch.compile(merge, fullgraph=True, backend="aot_eager")
         found[name] = {
             "compiled": (*whole(state, **case.options), *_gradients(case, rank, world_size, whole)),
             "eager": (*merge(state, **case.options), *_gradients(case, rank, world_size, merge)),
         }
+    # the second number of rows makes a graph for any number
+    o, lse = own_state(MERGES["auto"], rank, world_size)
+    whole = torch.compile(merge, fullgraph=True, backend="aot_eager")
+    rows = [State(o[:n], lse[:n]) for n in (9, 4, 7, 1)]
+    found["any number of rows"] = {
+        "compiled": [x for state in rows for x in whole(state)],
+        "eager": [x for state in rows for x in merge(state)],
+    }
     return found
 
 
