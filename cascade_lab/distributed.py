@@ -607,7 +607,7 @@ def _over_the_wire(where: str, group) -> Iterator[None]:
     except RuntimeError as error:
         rank, world_size = _place(group)
         # without the place in gloo's source and its advice
-        reason = str(error).strip().splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         _hang_up(group)
         raise RuntimeError(
             f"{where}: rank {rank} of {world_size} lost another rank, or waited too long for it: {reason}"
