@@ -17,7 +17,7 @@ run: venv
 test: lint
 	$(PY) -m pytest tests -n 2 --dist loadfile --durations 10
 	$(PY) -m cascade_lab check --no-run
-	$(ON_CPU) $(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -q
+	$(ON_CPU) $(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 -n 2 --dist loadfile -p no:cacheprovider -q
 
 EXAMPLES ?= 120000
 TESTS ?= tests/properties

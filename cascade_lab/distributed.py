@@ -535,9 +535,8 @@ def _agree(check, group, where: str) -> None:
         own = torch.tensor([problem is not None, *said.values()], dtype=torch.int64)
         # one size for all, whatever a rank has to say
         vector = torch.nn.functional.pad(own, (0, SAID - len(own))).to(device)
-        with _over_the_wire(where, group):
-            everyone = torch.empty((world_size, SAID), dtype=torch.int64, device=device)
-            _swap([[vector]] * world_size, [[x] for x in everyone], rank, group or dist.group.WORLD)
+        everyone = torch.empty((world_size, SAID), dtype=torch.int64, device=device)
+        _swap([[vector]] * world_size, [[x] for x in everyone], rank, group or dist.group.WORLD, where)
     if problem is not None:
         raise problem
     if world_size == 1:
@@ -614,6 +613,16 @@ def _over_the_wire(where: str, group) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _others_released(group) -> Iterator[None]:
+    """If this rank fails between two messages, for whatever reason, nobody goes on waiting for the second."""
+    try:
+        yield
+    except BaseException:
+        _hang_up(group)
+        raise
+
+
 def _hang_up(group) -> None:
     """Close this rank's connections of a group that lost a rank, so that those who wait for this one end too.
 
@@ -646,7 +655,7 @@ def _merge_over_group(
         heads = H // W if mode == "scatter" else H
         alone = merge_states(o[:, None, :heads], lse[:, None, :heads], out_dtype=out_dtype, backend=backend)
         return alone.o, alone.lse
-    with _over_the_wire("merge_across_ranks", group):
+    with _others_released(group):
         if algorithm == "reduce":
             return _reduce(o, lse, group, wire_dtype, out_dtype)
         o = o.to(wire_dtype)
@@ -684,7 +693,13 @@ def _parts_of_all(leaving, rank: int, group) -> list[Tensor]:
     return stacked
 
 
-def _swap(leaving: Iterable[Sequence[Tensor]], arriving: Iterable[Sequence[Tensor]], rank: int, group) -> None:
+def _swap(
+    leaving: Iterable[Sequence[Tensor]],
+    arriving: Iterable[Sequence[Tensor]],
+    rank: int,
+    group,
+    where: str = "merge_across_ranks",
+) -> None:
     """Send the tensors leaving[r] to rank r and fill arriving[r] with what it sends here.
 
     All pairs are started at once; gloo's own all-gather is a ring of W - 1 dependent steps.
@@ -697,11 +712,11 @@ def _swap(leaving: Iterable[Sequence[Tensor]], arriving: Iterable[Sequence[Tenso
     for source, target in order:
         moves += [dist.P2POp(dist.irecv, x, peers[source], group) for x in arriving[source] if x.numel()]
         moves += [dist.P2POp(dist.isend, x, peers[target], group) for x in leaving[target] if x.numel()]
-    works = dist.batch_isend_irecv(moves) if moves else []
     for mine, kept in zip(arriving[rank], leaving[rank], strict=True):
         mine.copy_(kept)
-    for work in works:
-        work.wait()
+    with _over_the_wire(where, group):
+        for work in dist.batch_isend_irecv(moves) if moves else []:
+            work.wait()
 
 
 def _merge_parts(
@@ -719,14 +734,17 @@ def _reduce(o, lse, group, wire_dtype, out_dtype) -> tuple[Tensor, Tensor]:
     lse = torch.where(lse == torch.inf, -torch.inf, lse).contiguous()
     # a maximum may lose a NaN on the way, a sum does not
     peak = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    with _over_the_wire("merge_across_ranks", group):
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shift = torch.where(peak == -torch.inf, 0.0, peak)
     weight = torch.exp(lse - shift)
     total = weight.clone()
-    dist.all_reduce(total, group=group)
+    with _over_the_wire("merge_across_ranks", group):
+        dist.all_reduce(total, group=group)
     share = (weight / torch.where(total == 0, 1.0, total)).to(wire_dtype)
     o = torch.where((lse == -torch.inf)[..., None], 0.0, o.to(wire_dtype)).mul_(share[..., None]).contiguous()
-    dist.all_reduce(o, group=group)
+    with _over_the_wire("merge_across_ranks", group):
+        dist.all_reduce(o, group=group)
     return o.to(out_dtype), shift + total.log()
 
 

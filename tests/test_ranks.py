@@ -330,3 +330,33 @@ def test_the_values_of_claims_travel_as_json():
         assert ranks_module._decode(there) == value
     with pytest.raises(TypeError, match="claim: expected numbers, texts, or lists of them, given dict"):
         ranks_module._encode({"a": 1})
+
+
+def fail_between_two_messages(folder):
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    from cascade_lab import distributed
+    from cascade_lab.states import State
+
+    def full(*_, **__):
+        raise RuntimeError("no room here")
+
+    if dist.get_rank() == 1:
+        distributed.merge_states = full
+    try:
+        distributed.merge_across_ranks(State(torch.randn(6, 2, 4), torch.randn(6, 2)), algorithm="exchange")
+    except RuntimeError as error:
+        Path(folder, str(dist.get_rank())).write_text(str(error))
+
+
+def test_a_failure_of_one_rank_is_its_own_and_the_others_do_not_wait(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="failed"), Ranks(3, timeout=60) as ranks:
+        ranks.run(fail_between_two_messages, folder=str(tmp_path))  # they cannot meet at its end
+    assert time.monotonic() - start < 50
+    said = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert said[1] == "no room here"
+    assert all("lost another rank" in said[rank] for rank in (0, 2))
