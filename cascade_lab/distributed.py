@@ -31,11 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cascade_lab import paging, runtime
 from cascade_lab.attention import check_heads
-from cascade_lab.levels import Level, cascade_attention, ledger
+from cascade_lab.levels import Level, cascade_attention, check_at_least, ledger
 from cascade_lab.sharding import (
     TOKEN_LAYOUTS,
     Shard,
@@ -48,6 +47,11 @@ from cascade_lab.sharding import (
     ring_levels,
 )
 from cascade_lab.states import OUT_DTYPES, State, check_state, merge_state, merge_states
+
+try:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+except ImportError as error:
+    raise ImportError("cascade_lab.distributed needs a torch that is built with torch.distributed") from error
 
 MODES = ("all", "scatter")
 ALGORITHMS = ("auto", "gather", "reduce", "exchange")
@@ -121,10 +125,12 @@ def merge_bytes(
     Transport headers and the few numbers by which ranks compare their arguments are not counted.
 
     Raises:
-        TypeError, ValueError: a rank outside the group, an unknown mode, or "scatter" with heads that W does not
-            divide.
+        TypeError, ValueError: a size that is no number of states, a rank outside the group, an unknown mode, or
+            "scatter" with heads that W does not divide.
     """
     check_rank(rank, world_size)
+    for name, size, low in (("T", T, 0), ("H", H, 0), ("D", D, 1)):
+        check_at_least(name, size, low)
     W, n = world_size, T * H
     full, back = (D * dtype.itemsize + lse_dtype.itemsize for dtype in (wire_dtype, out_dtype))
     if mode == "scatter":

@@ -432,6 +432,17 @@ def test_fewest_bytes_and_then_fewest_steps():
     ):
         with pytest.raises(ValueError, match=match):
             merge_bytes(8, 4, 16, world_size, **options)
+    for sizes, name in (((-1, 4, 16), "T"), ((8, -4, 16), "H"), ((8, 4, 0), "D")):
+        with pytest.raises(ValueError, match=f"{name}: expected a number >= "):
+            merge_bytes(*sizes, 2)
+
+
+def test_a_torch_without_distributed_is_named():
+    hidden = "sys.modules['torch.distributed.distributed_c10d'] = None"
+    code = f"import sys, cascade_lab; {hidden}; import cascade_lab.distributed"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ImportError: cascade_lab.distributed needs a torch that is built with torch.distributed" in done.stderr
 
 
 def test_the_automatic_choice_sends_least(ranks):
