@@ -201,3 +201,21 @@ def test_make_test_and_ci_are_the_same_command():
     assert "run: make test" in workflow
     assert "make test" in (CHECKOUT / ".ci" / "run").read_text()
     assert os.access(CHECKOUT / ".ci" / "run", os.X_OK)
+
+
+def test_kernel_tests_are_collected_without_the_notebook_tools():
+    """A machine with a GPU may have torch, Triton, NumPy, matplotlib and pytest alone."""
+    code = """if True:
+        import importlib.machinery, sys
+        tools = "hypothesis nbformat papermill nbclient nbconvert jupyter_client IPython bs4 yaml".split()
+        class Hiding(importlib.machinery.PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                return None if name.partition(".")[0] in tools else super().find_spec(name, path, target)
+        sys.meta_path = [Hiding if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
+        import pytest
+        sys.exit(pytest.main(["-m", "gpu", "tests", "--collect-only", "-q", "-p", "no:cacheprovider"]))
+    """
+    found = run(sys.executable, "-c", code, cwd=CHECKOUT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "test_gpu.py" in found.stdout
