@@ -332,17 +332,18 @@ def ring_attention(
     held = held_tokens(prompt_lens, world_size, layout)
     wide = torch.promote_types(torch.float32, q.dtype)
     state = None
-    for step in range(world_size):
-        holder = (rank - step) % world_size
-        with _over_the_wire(where, group):
-            arriving = _pass_on(k, v, held[holder - 1], group) if step + 1 < world_size else None
-        levels = ring_levels(prompt_lens, rank, holder, world_size, layout)
-        if levels or state is None:
-            part = _attend_to(q, k, v, levels, wide, softmax_scale, softcap, num_splits, reads, backend)
-            state = part if state is None else merge_state(*state, *part, backend=backend)
-        if arriving is not None:
+    with _others_released(group):
+        for step in range(world_size):
+            holder = (rank - step) % world_size
             with _over_the_wire(where, group):
-                k, v = arriving()
+                arriving = _pass_on(k, v, held[holder - 1], group) if step + 1 < world_size else None
+            levels = ring_levels(prompt_lens, rank, holder, world_size, layout)
+            if levels or state is None:
+                part = _attend_to(q, k, v, levels, wide, softmax_scale, softcap, num_splits, reads, backend)
+                state = part if state is None else merge_state(*state, *part, backend=backend)
+            if arriving is not None:
+                with _over_the_wire(where, group):
+                    k, v = arriving()
     return State(state.o.to(q.dtype if out_dtype is None else out_dtype), state.lse)
 
 
