@@ -131,6 +131,10 @@ def merge_bytes(
     check_rank(rank, world_size)
     for name, size, low in (("T", T, 0), ("H", H, 0), ("D", D, 1)):
         check_at_least(name, size, low)
+    return _merge_bytes(T, H, D, world_size, mode, wire_dtype, out_dtype, lse_dtype, rank)
+
+
+def _merge_bytes(T, H, D, world_size, mode, wire_dtype, out_dtype, lse_dtype, rank=0) -> dict[str, int]:
     W, n = world_size, T * H
     full, back = (D * dtype.itemsize + lse_dtype.itemsize for dtype in (wire_dtype, out_dtype))
     if mode == "scatter":
@@ -437,8 +441,7 @@ def _check_options(state: State, group, mode, algorithm, wire_dtype, out_dtype) 
         if dtype not in known:
             raise TypeError(f"{name}: expected one of {known}, given {dtype}")
     (T, H, D), world_size = o.shape, _place(group)[1]
-    dtypes = dict(wire_dtype=wire_dtype, out_dtype=out_dtype, lse_dtype=lse.dtype)
-    sent = merge_bytes(T, H, D, world_size, mode=mode, **dtypes)
+    sent = _merge_bytes(T, H, D, world_size, mode, wire_dtype, out_dtype, lse.dtype)
     if algorithm == "auto":
         for name in sent:  # the first of equals has fewest steps; a compiler cannot trace min() over its own sizes
             if algorithm == "auto" or sent[name] < sent[algorithm]:
