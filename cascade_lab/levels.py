@@ -258,20 +258,10 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         raise ValueError(
             f"num_q_heads: expected a positive multiple of num_kv_heads = {num_kv_heads}, given {num_q_heads}"
         )
-    _check_levels(levels)
+    check_plan(levels)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     parts, spans = [], []
-    first = levels[0]
-    for i, level in enumerate(levels):
-        try:
-            _check_counts(level)
-            if level.cu_seqlens_q[-1] != first.cu_seqlens_q[-1]:
-                raise ValueError(
-                    f"cu_seqlens_q: expected the {int(first.cu_seqlens_q[-1])} rows of levels[0], "
-                    f"given {int(level.cu_seqlens_q[-1])}"
-                )
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
+    for level in levels:
         shape, span = _shape(level), _slot_spans(level)
         spans.append(span)
         parts.append(
@@ -295,6 +285,25 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         _passes=tuple(shape for x in parts for shape in x._passes),
         **heads,
     )
+
+
+def check_plan(levels: Sequence[Level]) -> None:
+    """Raise as `ledger` does unless these are levels over the same rows whose offsets, tables and lengths agree.
+
+    Masks and page ids are not looked at.
+    """
+    _check_levels(levels)
+    first = levels[0]
+    for i, level in enumerate(levels):
+        try:
+            _check_counts(level)
+            if level.cu_seqlens_q[-1] != first.cu_seqlens_q[-1]:
+                raise ValueError(
+                    f"cu_seqlens_q: expected the {int(first.cu_seqlens_q[-1])} rows of levels[0], "
+                    f"given {int(level.cu_seqlens_q[-1])}"
+                )
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
 
 
 def check_at_least(name: str, n: int, low: int) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cascade_lab import paging, runtime
-from cascade_lab.levels import Ledger, Level, check_at_least, ledger
+from cascade_lab.levels import Ledger, Level, check_at_least, check_plan, ledger
 from cascade_lab.regions import Dense, Region, check_length
 
 PAGE_LAYOUTS = ("contiguous", "interleaved")
@@ -77,8 +77,7 @@ def shard_levels(
     """
     check_rank(rank, world_size)
     _check_layout(layout, PAGE_LAYOUTS)
-    # what it refuses of offsets, tables and lengths; masks need no look
-    ledger([replace(x, tree_mask=None, tail_seqlens=None) if isinstance(x, Level) else x for x in levels])
+    check_plan(levels)
     replicated = check_replicated(replicated, len(levels))
     page_size = max(level.page_size for level in levels)
     parts, kept = [], []
