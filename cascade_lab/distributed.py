@@ -23,7 +23,7 @@ import contextlib
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from cascade_lab import paging, runtime
 from cascade_lab.attention import check_heads
-from cascade_lab.levels import Level, cascade_attention, check_at_least, ledger
+from cascade_lab.levels import Level, cascade_attention, check_at_least, check_plan
 from cascade_lab.sharding import (
     TOKEN_LAYOUTS,
     Shard,
@@ -474,7 +474,7 @@ def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, g
                 f"local_cache.page_ids: expected [num_pages] = [{num_pages}] int64, given "
                 f"{tuple(page_ids.shape)} {page_ids.dtype}"
             )
-        ledger([replace(level, tree_mask=None, tail_seqlens=None) for level in levels])  # refuses what does not fit
+        check_plan(levels)
         for i, level in enumerate(levels):
             try:
                 if page_size % level.page_size:
@@ -722,10 +722,12 @@ def _swap(
     for source, target in order:
         moves += [dist.P2POp(dist.irecv, x, peers[source], group) for x in arriving[source] if x.numel()]
         moves += [dist.P2POp(dist.isend, x, peers[target], group) for x in leaving[target] if x.numel()]
+    with _over_the_wire(where, group):
+        works = dist.batch_isend_irecv(moves) if moves else []
     for mine, kept in zip(arriving[rank], leaving[rank], strict=True):
         mine.copy_(kept)
     with _over_the_wire(where, group):
-        for work in dist.batch_isend_irecv(moves) if moves else []:
+        for work in works:
             work.wait()
 
 
@@ -744,18 +746,20 @@ def _reduce(o, lse, group, wire_dtype, out_dtype) -> tuple[Tensor, Tensor]:
     lse = torch.where(lse == torch.inf, -torch.inf, lse).contiguous()
     # a maximum may lose a NaN on the way, a sum does not
     peak = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    with _over_the_wire("merge_across_ranks", group):
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    _all_reduce(peak, group, dist.ReduceOp.MAX)
     shift = torch.where(peak == -torch.inf, 0.0, peak)
     weight = torch.exp(lse - shift)
     total = weight.clone()
-    with _over_the_wire("merge_across_ranks", group):
-        dist.all_reduce(total, group=group)
+    _all_reduce(total, group)
     share = (weight / torch.where(total == 0, 1.0, total)).to(wire_dtype)
     o = torch.where((lse == -torch.inf)[..., None], 0.0, o.to(wire_dtype)).mul_(share[..., None]).contiguous()
-    with _over_the_wire("merge_across_ranks", group):
-        dist.all_reduce(o, group=group)
+    _all_reduce(o, group)
     return o.to(out_dtype), shift + total.log()
+
+
+def _all_reduce(x: Tensor, group, op: dist.ReduceOp = dist.ReduceOp.SUM) -> None:
+    with _over_the_wire("merge_across_ranks", group):
+        dist.all_reduce(x, op, group=group)
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -781,16 +785,16 @@ def _merge_over_group_backward(
     wide = torch.promote_types(lse_s.dtype, torch.promote_types(o_s.dtype, torch.float32))
     grad_o, grad_lse, lse = grad_o.to(wide), grad_lse.to(wide), lse.to(wide)
     terms = torch.cat((grad_o, (grad_lse - (grad_o * o.to(wide)).sum(-1))[..., None]), dim=-1)
-    with _over_the_wire("merge_across_ranks", group):
-        if W > 1 and mode == "all":
-            terms = terms.contiguous()
-            dist.all_reduce(terms, group=group)
-        elif W > 1:
-            own = torch.cat((terms, lse[..., None]), dim=-1).contiguous()
-            parts = own.new_empty((W, *own.shape))
+    if W > 1 and mode == "all":
+        terms = terms.contiguous()
+        _all_reduce(terms, group)
+    elif W > 1:
+        own = torch.cat((terms, lse[..., None]), dim=-1).contiguous()
+        parts = own.new_empty((W, *own.shape))
+        with _over_the_wire("merge_across_ranks", group):
             _all_gather_flat(parts.view(-1), own.view(-1), group=group)
-            whole = parts.transpose(0, 1).flatten(1, 2)
-            terms, lse = whole[..., :-1], whole[..., -1]
+        whole = parts.transpose(0, 1).flatten(1, 2)
+        terms, lse = whole[..., :-1], whole[..., -1]
     empty = lse_s.isinf()
     p = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, lse_s.to(wide) - lse)))
     grad_o, rest = terms[..., :-1], terms[..., -1]
