@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cascade_lab.evidence.parameters import UsageError
+from cascade_lab.evidence.stopping import put_in_place
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_OUTPUT = Path("figures/measured/cpu.json")
@@ -584,7 +585,5 @@ def _progress(text: str) -> None:
 
 
 def _write(path: Path, record: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(record, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = json.dumps(record, indent=2, sort_keys=True, default=str) + "\n"
+    put_in_place({path: text.encode()})

@@ -32,6 +32,7 @@ from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.evidence import gpu_checks, gpu_peers
 from cascade_lab.evidence.gpu_clock import Clock, clock
 from cascade_lab.evidence.gpu_report import FAILS, bounds, break_even_rows, print_summary
+from cascade_lab.evidence.stopping import put_in_place
 from cascade_lab.levels import Ledger, Level, cascade_attention, ledger
 from cascade_lab.prefix import executed_tiles, interactions, prefix_hit_levels, remaining
 from cascade_lab.states import State, merge_state, merge_states
@@ -806,10 +807,7 @@ def _write(path: Path, record: dict) -> None:
         )
     parts = {key: json.dumps(_rounded(value)) for key, value in record.items()}
     text = _object(parts | {"sections": _object(sections)}) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    put_in_place({path: text.encode()})
 
 
 def _object(members: dict[str, str]) -> str:

@@ -8,13 +8,12 @@ everything it belongs to succeeded, and then all of it at once: a signal waits, 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from cascade_lab.evidence.execution import execute, load, temporary_folder
 from cascade_lab.evidence.export import to_html
 from cascade_lab.evidence.figures import FOLDER as FIGURES_FOLDER
 from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
-from cascade_lab.evidence.stopping import held_back
+from cascade_lab.evidence.stopping import held_back, put_in_place
 from cascade_lab.foreign import one_line, read_json
 
 try:
@@ -227,7 +226,7 @@ def refresh(names: Sequence[str] = (), *, folder: Path, figures: Path, cell_time
             _say(f"{path.name}: was changed while it ran, so nothing was written; refresh it again")
             return 1
     try:
-        _put_in_place(changed)
+        put_in_place(changed)
     except OSError as error:
         _say(f"nothing refreshed: {error.filename2 or error.filename}: {error.strerror}")
         return 1
@@ -335,7 +334,7 @@ def _publish(
         records = sorted([*kept, *claims], key=lambda record: record["notebook"])
         text = json.dumps(records, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         failed = output / "failed" / path.name
-        _put_in_place(
+        put_in_place(
             {**contents, output / CLAIMS_FILE: text.encode()},
             (lambda: failed.unlink(missing_ok=True)) if succeeded else None,
         )
@@ -423,32 +422,6 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
 def _unlock(mark: int | None) -> None:
     if mark is not None:
         os.close(mark)
-
-
-def _put_in_place(contents: Mapping[Path, bytes], then: Callable[[], object] | None = None) -> None:
-    """Write all files or none: first all of them under other names, and only when that went well rename them.
-
-    Raises:
-        OSError: the disk is full, or a place cannot be written or is a folder; everything is as it was.
-    """
-    written: dict[Path, Path] = {}
-    try:
-        for path, content in contents.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() and not path.is_symlink():
-                raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder", str(path))
-            fresh = path.with_name(f".{path.name}.{os.getpid()}")
-            written[path] = fresh
-            fresh.write_bytes(content)
-        with held_back():
-            for path, fresh in written.items():
-                os.replace(fresh, path)
-            if then is not None:
-                then()
-    finally:
-        with held_back():
-            for fresh in written.values():
-                fresh.unlink(missing_ok=True)
 
 
 def _bytes_of(path: Path) -> bytes | None:

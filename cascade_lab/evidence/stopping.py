@@ -1,16 +1,19 @@
 """Ctrl-C, `kill` and a closed terminal, as one exception that leaves nothing half done.
 
-`as_exceptions` turns the three signals into `Stopped`, so that every `finally` runs on the way out, and
-`held_back` keeps them waiting while results are put into place or a kernel is put away. A signal that is ignored,
-as under nohup, stays ignored.
+`as_exceptions` turns the three signals into `Stopped`, so that every `finally` runs on the way out, `held_back` keeps
+them waiting while a kernel is put away, and `put_in_place` while results take the place of earlier ones. A signal that
+is ignored, as under nohup, stays ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 
 # SIGHUP is unknown to Windows.
@@ -60,6 +63,32 @@ def held_back() -> Iterator[None]:
     finally:
         if waiting:
             signal.raise_signal(waiting[0])
+
+
+def put_in_place(contents: Mapping[Path, bytes], then: Callable[[], object] | None = None) -> None:
+    """Write all files or none: first all of them under other names, and only when that went well rename them.
+
+    Raises:
+        OSError: the disk is full, or a place cannot be written or is a folder; everything is as it was.
+    """
+    written: dict[Path, Path] = {}
+    try:
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder", str(path))
+            fresh = path.with_name(f".{path.name}.{os.getpid()}")
+            written[path] = fresh
+            fresh.write_bytes(content)
+        with held_back():
+            for path, fresh in written.items():
+                os.replace(fresh, path)
+            if then is not None:
+                then()
+    finally:
+        with held_back():
+            for fresh in written.values():
+                fresh.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

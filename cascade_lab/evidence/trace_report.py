@@ -11,7 +11,6 @@ import argparse
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.evidence.parameters import UsageError
+from cascade_lab.evidence.stopping import put_in_place
 from cascade_lab.foreign import one_line
 from cascade_lab.traces import (
     BLOCK_SIZE,
@@ -365,16 +365,10 @@ def _print_skipped(skipped: _Skipped) -> None:
 def _write(path: Path, content: bytes) -> None:
     """All of it or nothing; a link leads to its file, and a pipe or device takes it as it comes."""
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         path.write_bytes(content)
-        return
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    else:
+        put_in_place({path: content})
 
 
 class _Progress:
