@@ -4,11 +4,11 @@ A computation is a list of levels, passes of query rows over cached tokens, whos
 """
 
 from cascade_lab import regions, runtime  # first: it sets Triton's interpreter switch
+from cascade_lab.applicability import check_applicability
 from cascade_lab.attention import attention
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.levels import Ledger, Level, cascade_attention, ledger
 from cascade_lab.prefix import (
-    check_applicability,
     effective_hit,
     hand_over,
     interactions,

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cascade_lab
-from cascade_lab.evidence import notebooks, trace_report
+from cascade_lab import trace_report
+from cascade_lab.book import runner
 from cascade_lab.evidence.claims import FAILS, print_table
-from cascade_lab.evidence.parameters import UsageError
-from cascade_lab.evidence.stopping import Stopped, as_exceptions
-from cascade_lab.foreign import one_line
+from cascade_lab.files import Stopped, UsageError, as_exceptions, one_line
 
 _EXAMPLES = """\
 examples:
@@ -162,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Time the kernels on this machine and print ratios beside their bounds.",
     )
     try:
-        from cascade_lab.evidence.bench import add_arguments
+        from cascade_lab.bench.cpu import add_arguments
     except ImportError as error:
         bench.epilog = f"not available here: {error}"
     else:
@@ -187,22 +186,20 @@ def _run(options: argparse.Namespace) -> int:
         if name in parameters:
             raise UsageError(f"parameter {name!r} is given twice")
         parameters[name] = text
-    folder = notebooks.find_folder(options.notebooks)
-    return notebooks.run(
+    folder = runner.find_folder(options.notebooks)
+    return runner.run(
         options.names, parameters, folder=folder, output=_output(options, folder), cell_timeout=options.timeout
     )
 
 
 def _refresh(options: argparse.Namespace) -> int:
-    folder = notebooks.find_folder(options.notebooks)
-    return notebooks.refresh(
-        options.names, folder=folder, figures=folder.parent / "figures", cell_timeout=options.timeout
-    )
+    folder = runner.find_folder(options.notebooks)
+    return runner.refresh(options.names, folder=folder, figures=folder.parent / "figures", cell_timeout=options.timeout)
 
 
 def _check(options: argparse.Namespace) -> int:
-    folder = notebooks.find_folder(options.notebooks)
-    return notebooks.check(
+    folder = runner.find_folder(options.notebooks)
+    return runner.check(
         options.names,
         folder=folder,
         figures=folder.parent / "figures",
@@ -212,8 +209,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _claims(options: argparse.Namespace) -> int:
-    output = _output(options, None if options.output else notebooks.find_folder(options.notebooks))
-    records = notebooks.read_claims(output)
+    output = _output(options, None if options.output else runner.find_folder(options.notebooks))
+    records = runner.read_claims(output)
     if not records:
         print(f"no claims in {output} yet; `cascade-lab run` makes them", file=sys.stderr)
         return 1
@@ -222,16 +219,16 @@ def _claims(options: argparse.Namespace) -> int:
 
 
 def _site(options: argparse.Namespace) -> int:
-    from cascade_lab.evidence import site
+    from cascade_lab.book import site
 
-    folder = notebooks.find_folder(options.notebooks)
+    folder = runner.find_folder(options.notebooks)
     return site.build(folder, (options.output or folder.parent / "build" / "site").resolve())
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from cascade_lab.evidence import bench
+    from cascade_lab.bench import cpu
 
-    return bench.run(options)
+    return cpu.run(options)
 
 
 def _output(options: argparse.Namespace, folder: Path | None) -> Path:

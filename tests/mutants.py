@@ -364,7 +364,7 @@ MUTANTS = (
     ),
     Mutant(
         "a kernel that only masks passes for calibrated",
-        "prefix.py",
+        "applicability.py",
         "holds = fitted.cv_error <= case.tolerance and abs(ratio - law) <= case.tolerance",
         "holds = fitted.cv_error <= case.tolerance",
         "3.46",
@@ -381,7 +381,7 @@ MUTANTS = (
     # traces
     Mutant(
         "mean length squared for the sum of squares",
-        "traces.py",
+        "traces/summary.py",
         "hit_squares += sum(x * x for x in hit)",
         "hit_squares += sum(hit) ** 2 // len(hit)",
         "5.13",
@@ -389,7 +389,7 @@ MUTANTS = (
     ),
     Mutant(
         "mean over requests for the ratio of sums",
-        "traces.py",
+        "traces/summary.py",
         "token_hit, request_hit = hits / tokens, math.fsum(ratios) / requests",
         "token_hit, request_hit = math.fsum(ratios) / requests, math.fsum(ratios) / requests",
         "5.14",
@@ -397,7 +397,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request hits the blocks it brings",
-        "traces.py",
+        "traces/replay.py",
         "found = cache.leading(ids)\n",
         "cache.insert(ids, 0)\n            found = cache.leading(ids)\n",
         "5.11",

@@ -16,16 +16,19 @@ import pytest
 import torch
 
 from cascade_lab import runtime
+from cascade_lab.bench import clock as clocks
+from cascade_lab.bench import cpu, gpu, report
+from cascade_lab.bench.cpu import Row
 from cascade_lab.cli import main
-from cascade_lab.evidence import bench, bench_figures, gpu_bench, gpu_checks, gpu_clock, gpu_report
-from cascade_lab.evidence.bench import Row
+from cascade_lab.evidence import checks
+from cascade_lab.pictures import gpu as gpu_pictures
 
 needs_triton = pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="tries the GPU's benchmark on a CPU")
 
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    cpu.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -55,8 +58,8 @@ def test_one_missed_bound_makes_the_exit_status_1_and_is_written(tmp_path, capsy
         )
 
     output = tmp_path / "new" / "cpu.json"
-    assert bench.report(sections(1.4), output, {"quick": True}) == 0
-    assert bench.report(sections(1.6), output, {"quick": True}) == 1
+    assert cpu.report(sections(1.4), output, {"quick": True}) == 0
+    assert cpu.report(sections(1.6), output, {"quick": True}) == 1
     written = json.loads(output.read_text())
     assert [(row["name"], row["verdict"]) for row in written["rows"]] == [
         ("fast", "holds"),
@@ -75,7 +78,7 @@ def test_rows_are_on_disk_when_a_later_section_breaks(tmp_path):
     output = tmp_path / "cpu.json"
     sections = (("first", lambda: iter([Row("first", "kept", 1.0, "x")])), ("second", broken))
     with pytest.raises(RuntimeError, match="no clock"):
-        bench.report(sections, output, {})
+        cpu.report(sections, output, {})
     assert [row["name"] for row in json.loads(output.read_text())["rows"]] == ["kept"]
 
 
@@ -85,7 +88,7 @@ def test_the_ratio_is_ours_over_theirs_and_disturbed_rounds_do_not_count(monkeyp
     # Ours takes 3 units and theirs 2, except in rounds that are disturbed, where ours takes 300.
     calls = {"ours": 0}
     preemptions = [0]
-    monkeypatch.setattr(bench, "_preemptions", lambda: preemptions[0])
+    monkeypatch.setattr(cpu, "_preemptions", lambda: preemptions[0])
 
     def ours():
         calls["ours"] += 1
@@ -96,15 +99,15 @@ def test_the_ratio_is_ours_over_theirs_and_disturbed_rounds_do_not_count(monkeyp
     def theirs():
         clock[0] += 2
 
-    row = bench.compare("work", ours, theirs, 6, 1.5)
+    row = cpu.compare("work", ours, theirs, 6, 1.5)
     assert (row.value, row.low, row.high, row.verdict) == (1.5, 1.5, 1.5, "holds")
     assert "3 of 9 rounds disturbed" in row.note
 
 
 def test_a_busy_machine_has_measured_nothing(monkeypatch):
     count = iter(range(10**6))
-    monkeypatch.setattr(bench, "_preemptions", lambda: next(count))
-    row = bench.compare("work", lambda: None, lambda: None, 6, 1.5)
+    monkeypatch.setattr(cpu, "_preemptions", lambda: next(count))
+    row = cpu.compare("work", lambda: None, lambda: None, 6, 1.5)
     assert row.verdict == "not measured here"
     assert "busy" in row.note
 
@@ -112,51 +115,51 @@ def test_a_busy_machine_has_measured_nothing(monkeypatch):
 @pytest.mark.parametrize(
     "work",
     [
-        bench.Work(48, 48, causal=True),
-        bench.Work(5, 64, kv_heads=2),
-        bench.Work(32, 96, causal=False, page_size=16),
+        cpu.Work(48, 48, causal=True),
+        cpu.Work(5, 64, kv_heads=2),
+        cpu.Work(32, 96, causal=False, page_size=16),
     ],
     ids=str,
 )
 def test_both_sides_of_a_comparison_compute_the_same_thing(work):
-    ours, theirs = bench._calls(work)
+    ours, theirs = cpu._calls(work)
     torch.testing.assert_close(ours().o, theirs()[0].transpose(0, 1), rtol=0, atol=2e-6)
 
 
 def test_without_cpu_the_gpu_is_asked_for_and_the_option_is_named(capsys, tmp_path):
-    assert bench.run(parse("--output", str(tmp_path / "x.json"))) == 1
+    assert cpu.run(parse("--output", str(tmp_path / "x.json"))) == 1
     assert "--cpu" in capsys.readouterr().out
     assert not (tmp_path / "x.json").exists()
 
 
 def test_the_notebook_is_not_measured_where_its_tools_or_the_file_are_missing(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (row,) = bench.notebook_time()
+    (row,) = cpu.notebook_time()
     assert row.verdict == "not measured here"
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    (row,) = bench.notebook_time()
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: None)
+    (row,) = cpu.notebook_time()
     assert row.verdict == "not measured here"
     assert "papermill" in row.note
 
 
 def test_the_peak_of_a_small_process_is_its_own_when_a_large_one_starts_it():
     ballast = torch.ones(100_000_000)
-    code = "from cascade_lab.evidence import bench; a = bench.resident_peak(); x = bytearray(b'1' * 40_000_000); "
-    grown = float(bench._child(code + "print(bench.resident_peak() - a)"))
+    code = "from cascade_lab.bench import cpu; a = cpu.resident_peak(); x = bytearray(b'1' * 40_000_000); "
+    grown = float(cpu._child(code + "print(cpu.resident_peak() - a)"))
     assert ballast[0] == 1
     assert 39 < grown < 130
 
 
 def test_extra_memory_counts_the_call_and_not_its_inputs(capsys):
-    bench.print_extra_memory(bench.Work(8, 512))
+    cpu.print_extra_memory(cpu.Work(8, 512))
     assert 0 <= float(capsys.readouterr().out) < 200
 
 
 @pytest.mark.parametrize(
-    "shape", [bench.VerifyShape(33, 3, 2, batch=2, shuffled=True), bench.VerifyShape(64, 1, 5, kv_heads=8)], ids=str
+    "shape", [cpu.VerifyShape(33, 3, 2, batch=2, shuffled=True), cpu.VerifyShape(64, 1, 5, kv_heads=8)], ids=str
 )
 def test_plans_and_masked_sdpa_compute_the_same_verify_pass(shape):
-    calls, theirs, ratio = bench._verify_calls(shape)
+    calls, theirs, ratio = cpu._verify_calls(shape)
     for ours in calls.values():
         torch.testing.assert_close(ours().o, theirs(), rtol=0, atol=2e-6)
     rows = shape.batch * shape.topk
@@ -164,10 +167,10 @@ def test_plans_and_masked_sdpa_compute_the_same_verify_pass(shape):
 
 
 def test_verify_plans_and_regions_give_rows_with_their_bounds(monkeypatch):
-    monkeypatch.setattr(bench, "PLANNED", (3, 64, 2, 2))
-    monkeypatch.setattr(bench, "REGION_PAIRS", 50)
-    monkeypatch.setattr(bench, "_preemptions", lambda: 0)
-    rows = [*bench.verify((bench.VerifyShape(40, 2),), 3), *bench.plans(3), *bench.regions(3)]
+    monkeypatch.setattr(cpu, "PLANNED", (3, 64, 2, 2))
+    monkeypatch.setattr(cpu, "REGION_PAIRS", 50)
+    monkeypatch.setattr(cpu, "_preemptions", lambda: 0)
+    rows = [*cpu.verify((cpu.VerifyShape(40, 2),), 3), *cpu.plans(3), *cpu.regions(3)]
     names = [row.name.split(",")[0] for row in rows if row.section == "verify"]
     assert names == ["naive / SDPA", "cascade / SDPA", "fused / SDPA", "naive / cascade"]
     assert [(row.unit, row.bound) for row in rows if row.section == "plans"] == [("ms", 50.0)]
@@ -196,8 +199,8 @@ def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_pa
     assert record["timings"].startswith("not meaningful")
     assert record["bounds"] == []
     assert record["checks"]["wrong"] is None
-    assert len(record["checks"]["passed"]) == len(gpu_checks.checks(small=True))
-    assert set(record["sections"]) == set(gpu_bench.SECTIONS)
+    assert len(record["checks"]["passed"]) == len(checks.checks(small=True))
+    assert set(record["sections"]) == set(gpu.SECTIONS)
     for name, section in record["sections"].items():
         assert section["rows"], name
     assert {"device", "torch", "date", "commit", "triton mode"} <= set(record["provenance"])
@@ -215,24 +218,24 @@ def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_pa
     assert {"gpu_verify_ratio.svg", "gpu_peers.png", "gpu_prefill_law.svg", "gpu_merges.png"} <= pictures
 
 
-def quiet_run(monkeypatch, tmp_path, scale=gpu_bench.SMOKE) -> tuple[int, dict]:
+def quiet_run(monkeypatch, tmp_path, scale=gpu.SMOKE) -> tuple[int, dict]:
     """The GPU benchmark on a CPU without its checks; exit status and record."""
-    monkeypatch.setattr(gpu_checks, "run_all", lambda todo: iter(()))
+    monkeypatch.setattr(checks, "run_all", lambda todo: iter(()))
     output = tmp_path / "record.json"
-    status = gpu_bench.run(scale, output, quick=False, smoke=True, max_autotune=False)
+    status = gpu.run(scale, output, quick=False, smoke=True, max_autotune=False)
     return status, json.loads(output.read_text())
 
 
 @needs_triton
 @pytest.mark.parametrize(("part", "error"), [("o", "in o"), ("lse", "in lse")])
 def test_a_wrong_answer_stops_the_run_and_is_in_the_record(monkeypatch, tmp_path, part, error):
-    planned = gpu_bench.planned
+    planned = gpu.planned
 
     def wrong(*arguments):
         call = planned(*arguments)
         return lambda: (lambda state: state._replace(**{part: getattr(state, part) * 1.1}))(call())
 
-    monkeypatch.setattr(gpu_bench, "planned", wrong)
+    monkeypatch.setattr(gpu, "planned", wrong)
     status, record = quiet_run(monkeypatch, tmp_path)
     assert status == 1
     assert record["complete"] is False
@@ -244,9 +247,9 @@ def test_a_wrong_answer_stops_the_run_and_is_in_the_record(monkeypatch, tmp_path
 
 @needs_triton
 def test_a_failed_check_stops_the_run_before_anything_is_timed(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_checks, "run_all", lambda todo: iter([(todo[0], None), (todo[1], "AssertionError: off")]))
+    monkeypatch.setattr(checks, "run_all", lambda todo: iter([(todo[0], None), (todo[1], "AssertionError: off")]))
     output = tmp_path / "record.json"
-    assert gpu_bench.run(gpu_bench.SMOKE, output, quick=False, smoke=True, max_autotune=False) == 1
+    assert gpu.run(gpu.SMOKE, output, quick=False, smoke=True, max_autotune=False) == 1
     record = json.loads(output.read_text())
     assert record["checks"]["wrong"].endswith("AssertionError: off")
     assert record["sections"] == {}
@@ -254,7 +257,7 @@ def test_a_failed_check_stops_the_run_before_anything_is_timed(monkeypatch, tmp_
 
 @needs_triton
 def test_what_the_time_does_not_suffice_for_is_listed(monkeypatch, tmp_path):
-    status, record = quiet_run(monkeypatch, tmp_path, replace(gpu_bench.SMOKE, budget_s=0.0))
+    status, record = quiet_run(monkeypatch, tmp_path, replace(gpu.SMOKE, budget_s=0.0))
     assert (status, record["complete"]) == (0, True)
     skipped = record["sections"]["verify"]["skipped"]
     assert len(skipped) == 4
@@ -273,37 +276,37 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
         seen.append((shapes, k.shape[1:], k.stride(), [level.page_size for level in levels]))
         return lambda: None
 
-    monkeypatch.setattr(gpu_bench, "planned", record)
-    scale = replace(gpu_bench.SMOKE, coarse_page=2)
-    point = gpu_bench._verify_points(scale)[0]
-    assert gpu_bench.launch_once(scale, [point]) == 3
-    run = gpu_bench.Run(gpu_clock.HostClock(), scale)
-    work = gpu_bench._Pool(run, gpu_bench._tokens(scale, **point)).verify(**point)
+    monkeypatch.setattr(gpu, "planned", record)
+    scale = replace(gpu.SMOKE, coarse_page=2)
+    point = gpu._verify_points(scale)[0]
+    assert gpu.launch_once(scale, [point]) == 3
+    run = gpu.Run(clocks.HostClock(), scale)
+    work = gpu._Pool(run, gpu._tokens(scale, **point)).verify(**point)
     for levels in work.plans.values():
         record(work.q, work.k, work.v, levels)
     assert seen[:3] == seen[3:]
     tokens = 16 * scale.coarse_page
     assert work.k.shape[0] * work.k.shape[1] > tokens
-    folded = gpu_bench._folded(work.plans["fused"][0], tokens)
+    folded = gpu._folded(work.plans["fused"][0], tokens)
     assert int(folded.page_table.max()) < tokens // folded.page_size
-    assert gpu_bench.launch_once(scale, [{"new": 4, "hit": 16}]) == 1
+    assert gpu.launch_once(scale, [{"new": 4, "hit": 16}]) == 1
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("scale", "seconds", "outcome"),
     [
-        (replace(gpu_bench.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,)), 600.0, "done"),
-        (replace(gpu_bench.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)), 600.0, "failed"),
-        (gpu_bench.SMOKE, 0.0, "late"),
+        (replace(gpu.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,)), 600.0, "done"),
+        (replace(gpu.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)), 600.0, "failed"),
+        (gpu.SMOKE, 0.0, "late"),
     ],
 )
 def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, seconds, outcome):
     """The workers' own mode is the machine's: here they interpret, and count what they launched."""
     monkeypatch.setattr(runtime, "triton_mode", lambda: "compiled")
-    monkeypatch.setattr(gpu_checks, "workers", lambda: 2)
-    run = gpu_bench.Run(gpu_clock.HostClock(), scale, deadline=time.monotonic() + seconds)
-    (row,) = gpu_bench.compile_ahead(run)
+    monkeypatch.setattr(checks, "workers", lambda: 2)
+    run = gpu.Run(clocks.HostClock(), scale, deadline=time.monotonic() + seconds)
+    (row,) = gpu.compile_ahead(run)
     if outcome == "done":
         # three plans for one row per branch, three for one per node, and one prefill
         assert row == {"tasks": 3, "done": 3, "plans": 7, "failed": []}
@@ -322,7 +325,7 @@ def test_an_interruption_keeps_the_rows_measured_so_far(monkeypatch, tmp_path):
         yield {"what": "kept"}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_bench, "SECTIONS", {"first": (1, interrupted)})
+    monkeypatch.setattr(gpu, "SECTIONS", {"first": (1, interrupted)})
     with pytest.raises(KeyboardInterrupt):
         quiet_run(monkeypatch, tmp_path)
     record = json.loads((tmp_path / "record.json").read_text())
@@ -336,7 +339,7 @@ def test_a_record_is_json_with_a_line_for_each_row_and_five_digits(tmp_path):
         "provenance": {"x": "y"},
         "sections": {"one": {"rows": rows, "skipped": [], "seconds": 2.0}, "two": {"rows": []}},
     }
-    gpu_bench._write(tmp_path / "x.json", record)
+    gpu._write(tmp_path / "x.json", record)
     text = (tmp_path / "x.json").read_text()
     assert '{"a": 1.2346, "plans": {"naive": {"n": 1099511627776}}},' in text.splitlines()
     rows[0]["a"] = 1.2346
@@ -347,8 +350,8 @@ def test_a_peer_that_fails_is_noted_and_passed_over():
     def make():
         raise ImportError("no such kernel\nsecond line")
 
-    run = gpu_bench.Run(gpu_clock.HostClock(), gpu_bench.SMOKE)
-    assert gpu_bench._peer_row(run, "theirs", make, None) == {
+    run = gpu.Run(clocks.HostClock(), gpu.SMOKE)
+    assert gpu._peer_row(run, "theirs", make, None) == {
         "kernel": "theirs",
         "missing": "ImportError: no such kernel",
     }
@@ -356,12 +359,12 @@ def test_a_peer_that_fails_is_noted_and_passed_over():
 
 def test_a_peer_with_another_answer_is_marked():
     from cascade_lab import State
-    from cascade_lab.evidence.gpu_peers import Peer
+    from cascade_lab.bench.peers import Peer
 
     o = torch.randn(3, 2, 4)
-    run = gpu_bench.Run(gpu_clock.HostClock(), gpu_bench.SMOKE)
+    run = gpu.Run(clocks.HostClock(), gpu.SMOKE)
     rows = [
-        gpu_bench._peer_row(run, "x", lambda factor=factor: Peer("x", lambda: o * factor), State(o, o[..., 0]))
+        gpu._peer_row(run, "x", lambda factor=factor: Peer("x", lambda: o * factor), State(o, o[..., 0]))
         for factor in (1.0, 1.2)
     ]
     assert [row["agrees"] for row in rows] == [True, False]
@@ -434,13 +437,13 @@ def fake_cuda(monkeypatch):
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(gpu_clock, "_FLUSH_BYTES", 1 << 12)
+    monkeypatch.setattr(clocks, "_FLUSH_BYTES", 1 << 12)
     monkeypatch.setattr(FakeEvent, "now", 0.0)
     return fakes
 
 
 def test_the_gpu_clock_replays_a_graph_between_events(fake_cuda):
-    clock = gpu_clock.GpuClock()
+    clock = clocks.GpuClock()
     assert (clock.name, clock.num_sms, clock.l2_bytes, clock.free_bytes()) == ("Fake GPU", 7, 1024, 5)
     calls = []
     timing = clock.measure(lambda: calls.append(1), seconds=0.02)
@@ -456,7 +459,7 @@ def test_the_gpu_clock_times_without_a_graph_only_where_that_is_allowed(fake_cud
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "graph", Refused)
-    clock = gpu_clock.GpuClock()
+    clock = clocks.GpuClock()
 
     def call():
         FakeEvent.now += 3.0
@@ -485,7 +488,7 @@ def verified(length, ratio, topk=4, share=0.9, rows="branch"):
     ],
 )
 def test_break_even_lies_between_the_last_loss_and_the_first_win(ratios, expected):
-    (found,) = gpu_report.break_even([verified(length, ratio) for length, ratio in ratios.items()])
+    (found,) = report.break_even([verified(length, ratio) for length, ratio in ratios.items()])
     assert found["length"] == (expected if expected is None else pytest.approx(expected))
 
 
@@ -526,7 +529,7 @@ def gpu_record(flex_seconds=3e-5, share=0.9, ratio=4.1, rate=0.65):
             "costs": {"rows": [{"what": "merge_states", "parts": 2, "rows": 4, "seconds": 1e-6}]},
         },
     }  # fmt: skip
-    record["break_even"] = {plan: gpu_report.break_even_rows(record, plan) for plan in ("cascade", "fused")}
+    record["break_even"] = {plan: report.break_even_rows(record, plan) for plan in ("cascade", "fused")}
     return record
 
 
@@ -541,34 +544,34 @@ def gpu_record(flex_seconds=3e-5, share=0.9, ratio=4.1, rate=0.65):
 )
 def test_a_record_is_judged_by_its_bounds(options, verdicts):
     # the short prefix also exceeds this record's L2, and its ratio is far from the ledger's
-    assert [bound["verdict"] for bound in gpu_report.bounds(gpu_record(**options))] == verdicts
+    assert [bound["verdict"] for bound in report.bounds(gpu_record(**options))] == verdicts
 
 
 def test_the_ratio_is_judged_only_where_the_prefix_exceeds_the_l2():
     record = gpu_record()
     record["provenance"]["L2 bytes"] = str(4096 * 2000)
-    assert gpu_report.bounds(record)[1] | {"name": ""} == {
+    assert report.bounds(record)[1] | {"name": ""} == {
         "name": "", "bound": "at most 0.15", "worst": pytest.approx(0.025), "met": 1, "of": 1, "verdict": "holds",
     }  # fmt: skip
     record["sections"]["verify"]["rows"].pop()
-    assert gpu_report.bounds(record)[1]["verdict"] == "not measured here"
+    assert report.bounds(record)[1]["verdict"] == "not measured here"
 
 
 def test_pictures_of_a_record_carry_its_numbers_and_its_device():
     record = gpu_record()
-    drawn = dict(bench_figures.draw(record))
+    drawn = dict(gpu_pictures.draw(record))
     assert set(drawn) == {
         "verify_bandwidth", "verify_ratio", "break_even", "peers", "prefill_law", "prefill_rate", "linear", "merges",
     }  # fmt: skip
     for fig in drawn.values():
         assert "cuda (x), 2026-01-01" in fig.axes[0].get_title(loc="left") + fig.axes[0].get_title()
-    assert bench_figures.verify_ratio(record)[1] == {4: {1024: (0.8, 4.0), 16384: (4.1, 4.0)}}
-    assert bench_figures.verify_bandwidth(record)[1]["fused"] == {1024: 0.9, 16384: 0.9}
-    assert bench_figures.prefill_law(record)[1][8192][0.5] == pytest.approx((0.75, 0.75, 0.75))
-    assert bench_figures.peers(record)[1] == {
+    assert gpu_pictures.verify_ratio(record)[1] == {4: {1024: (0.8, 4.0), 16384: (4.1, 4.0)}}
+    assert gpu_pictures.verify_bandwidth(record)[1]["fused"] == {1024: 0.9, 16384: 0.9}
+    assert gpu_pictures.prefill_law(record)[1][8192][0.5] == pytest.approx((0.75, 0.75, 0.75))
+    assert gpu_pictures.peers(record)[1] == {
         "L = 16384, batch 1, one row per branch": {"cascade_lab fused": 2e-5, "FlexAttention, default": 3e-5}
     }
-    measured, predicted = bench_figures.break_even(record)[1][4, 1, 4]
+    measured, predicted = gpu_pictures.break_even(record)[1][4, 1, 4]
     assert 1024 < measured < 16384
     assert predicted is not None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cascade_lab.evidence.execution import load
+from cascade_lab.book.execution import load
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 

@@ -9,7 +9,10 @@ import sys
 import pytest
 import torch
 
-from cascade_lab.evidence import figures
+from cascade_lab import files
+from cascade_lab.pictures import merge as pictures
+from cascade_lab.pictures import show
+from cascade_lab.pictures.style import SERIES
 
 
 @pytest.fixture
@@ -26,24 +29,24 @@ def shown(monkeypatch):
 
 
 def small_figure():
-    return figures.split_keys([1, 3], [2, 6], 1)[0]
+    return pictures.split_keys([1, 3], [2, 6], 1)[0]
 
 
 def test_split_keys_gives_the_state_of_each_side_and_of_the_whole():
-    _, data = figures.split_keys([1, 2, 3, 4, 6, 8], [6, 3, 2, 0, 3, 9], 3)
+    _, data = pictures.split_keys([1, 2, 3, 4, 6, 8], [6, 3, 2, 0, 3, 9], 3)
     assert [data["o_a"], data["o_b"], data["o_whole"]] == pytest.approx([3, 5, 4.5], abs=1e-15)
     sums = [math.exp(data[f"lse_{side}"]) for side in ("a", "b", "whole")]
     assert sums == pytest.approx([6, 18, 24], rel=1e-15)
 
 
 def test_split_keys_draws_one_bar_of_the_right_height_per_key():
-    fig, _ = figures.split_keys([1, 2, 3.5, 4], [6, 3, 2, 0], 1)
+    fig, _ = pictures.split_keys([1, 2, 3.5, 4], [6, 3, 2, 0], 1)
     assert [bar.get_height() for bar in fig.axes[0].patches] == [1, 2, 3.5, 4]
 
 
 def test_unshifted_weights_are_right_in_the_middle_and_lost_where_the_format_ends():
     levels = [-110.0, -30.0, -8.0, 0.0, 8.0, 11.0, 11.5, 88.0, 88.5, 89.0]
-    _, data, reach = figures.overflow(levels)
+    _, data, reach = pictures.overflow(levels)
     right = 1 / (1 + math.exp(-1))
     assert data["shifted"] == pytest.approx([right] * len(levels), abs=1e-6)
     # float16 ends at 65504 = e^11.09, float32 at e^88.7; below, the last subnormal numbers are e^-17 and e^-103
@@ -58,7 +61,7 @@ def test_unshifted_weights_are_right_in_the_middle_and_lost_where_the_format_end
 
 def test_the_reach_of_a_format_leaves_out_weights_that_are_coarse():
     levels = [c / 4 for c in range(-80, 60)]
-    _, data, reach = figures.overflow(levels, slack=0.05)
+    _, data, reach = pictures.overflow(levels, slack=0.05)
     low, high = (levels.index(c) for c in reach["float16"])
     off = [abs(w / right - 1) for w, right in zip(data["float16"], data["shifted"], strict=True)]
     assert max(off[low : high + 1]) <= 0.05 < min(off[low - 1], off[high + 1])
@@ -66,7 +69,7 @@ def test_the_reach_of_a_format_leaves_out_weights_that_are_coarse():
 
 
 def test_overflow_follows_the_gap():
-    _, data, _ = figures.overflow([0.0, 1.0], gap=3.0)
+    _, data, _ = pictures.overflow([0.0, 1.0], gap=3.0)
     assert data["shifted"] == pytest.approx([1 / (1 + math.exp(-3))] * 2, abs=1e-6)
 
 
@@ -74,7 +77,7 @@ def test_rounding_errors_are_ordered_by_dtype_and_bounded_for_any_number_of_spli
     g = torch.Generator().manual_seed(3)
     scores = 2 * torch.randn(5, 24, generator=g, dtype=torch.float64)
     values = torch.randn(24, 9, generator=g, dtype=torch.float64)
-    _, data = figures.rounding(scores, values, [1, 3, 24], backend=backend)
+    _, data = pictures.rounding(scores, values, [1, 3, 24], backend=backend)
     assert [len(errors) for errors in data.values()] == [3, 3, 3]
     for name, slack in (("bfloat16", 1.01), ("float16", 1.01), ("float32", 16)):
         unit = torch.finfo(getattr(torch, name)).eps / 2 * float(values.abs().max())
@@ -83,9 +86,9 @@ def test_rounding_errors_are_ordered_by_dtype_and_bounded_for_any_number_of_spli
 
 
 def test_show_displays_a_png_with_its_alt_text_and_then_the_caption(shown, monkeypatch, tmp_path):
-    monkeypatch.delenv(figures.FOLDER, raising=False)
+    monkeypatch.delenv(files.FIGURES, raising=False)
     monkeypatch.chdir(tmp_path)
-    figures.show(small_figure(), "name", alt="two bars", caption="B is *heavier*.")
+    show(small_figure(), "name", alt="two bars", caption="B is *heavier*.")
     (image, metadata), (caption, _) = shown
     assert base64.b64decode(image["image/png"]).startswith(b"\x89PNG")
     assert metadata == {"image/png": {"alt": "two bars"}}
@@ -96,8 +99,8 @@ def test_show_displays_a_png_with_its_alt_text_and_then_the_caption(shown, monke
 
 def test_show_saves_the_same_bytes_twice_without_date_or_version(shown, monkeypatch, tmp_path):
     for folder in ("first", "second/deep"):
-        monkeypatch.setenv(figures.FOLDER, str(tmp_path / folder))
-        figures.show(small_figure(), "name", alt="two bars", caption="Read.")
+        monkeypatch.setenv(files.FIGURES, str(tmp_path / folder))
+        show(small_figure(), "name", alt="two bars", caption="Read.")
     first, second = tmp_path / "first", tmp_path / "second/deep"
     assert sorted(path.name for path in first.iterdir()) == ["name.png", "name.svg"]
     for path in first.iterdir():
@@ -111,9 +114,9 @@ def test_show_saves_the_same_bytes_twice_without_date_or_version(shown, monkeypa
 def test_pictures_are_opaque_white_and_of_one_size(shown, monkeypatch):
     from matplotlib.image import imread
 
-    monkeypatch.delenv(figures.FOLDER, raising=False)
-    for fig in (small_figure(), figures.overflow([0.0, 1.0])[0]):
-        figures.show(fig, "name", alt="a picture", caption="Read.")
+    monkeypatch.delenv(files.FIGURES, raising=False)
+    for fig in (small_figure(), pictures.overflow([0.0, 1.0])[0]):
+        show(fig, "name", alt="a picture", caption="Read.")
     for data, _ in shown[::2]:
         image = imread(io.BytesIO(base64.b64decode(data["image/png"])))
         assert image.shape[:2] == (396, 704)
@@ -124,18 +127,18 @@ def test_pictures_are_opaque_white_and_of_one_size(shown, monkeypatch):
 @pytest.mark.parametrize(("alt", "caption"), [("", "Read."), (" ", "Read."), ("two bars", "")])
 def test_show_refuses_a_picture_without_words(shown, alt, caption):
     with pytest.raises(ValueError, match="alt, caption"):
-        figures.show(small_figure(), "name", alt=alt, caption=caption)
+        show(small_figure(), "name", alt=alt, caption=caption)
     assert shown == []
 
 
 def test_no_series_is_told_apart_by_colour_alone():
     for key in ("color", "linestyle", "marker"):
-        looks = [look[key] for look in figures.SERIES.values()]
+        looks = [look[key] for look in SERIES.values()]
         assert len(set(looks)) == len(looks)
 
 
 def test_importing_the_package_or_this_module_loads_no_matplotlib():
     code = "import sys, cascade_lab; print('cascade_lab.evidence' in sys.modules, 'matplotlib' in sys.modules);"
-    code += "import cascade_lab.evidence.figures; print('matplotlib' in sys.modules)"
+    code += "import cascade_lab.pictures.merge; print('matplotlib' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout.split() == ["False", "False", "False"]

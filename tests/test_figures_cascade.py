@@ -6,8 +6,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from cascade_lab import DraftTree, VerifyBatch, cascade_attention, ledger, runtime, trigger
-from cascade_lab.evidence import figures, reads
+from cascade_lab import DraftTree, VerifyBatch, cascade_attention, ledger, rules, runtime, trigger
+from cascade_lab.evidence import reads
+from cascade_lab.pictures import cascade as pictures
 
 PLANS = ("naive", "cascade", "fused")
 
@@ -18,7 +19,7 @@ def texts(ax) -> list[str]:
 
 def test_a_tree_is_drawn_by_parent_links_whatever_its_storage_order():
     tree = DraftTree([2, 5, -1, 5, 2, 2])
-    fig, data = figures.draft_tree(tree, 37)
+    fig, data = pictures.draft_tree(tree, 37)
     assert data["positions"] == [38, 39, 37, 39, 38, 38]
     assert data["edges"] == [(2, 0), (5, 1), (-1, 2), (5, 3), (2, 4), (2, 5)]
     assert [sum(row) for row in data["visible"]] == [2, 3, 1, 3, 2, 2]
@@ -30,30 +31,30 @@ def test_a_tree_is_drawn_by_parent_links_whatever_its_storage_order():
 
 
 def test_an_inner_node_stands_in_the_middle_of_its_leaves():
-    fig, _ = figures.draft_tree(DraftTree([-1, 0, 0, 1, 1]), 0)
+    fig, _ = pictures.draft_tree(DraftTree([-1, 0, 0, 1, 1]), 0)
     # leaves 2, 3, 4 are on lines 0, 1, 2, node 1 over 3 and 4, the root over all three
     assert [line.get_ydata()[1] for line in fig.axes[0].lines] == [1.0, 1.5, 0.0, 1.0, 2.0]
 
 
 def test_a_tree_of_more_nodes_than_ticks_is_drawn():
-    fig, data = figures.draft_tree(DraftTree.branches(8, 8), 0)
+    fig, data = pictures.draft_tree(DraftTree.branches(8, 8), 0)
     assert sum(map(sum, data["visible"])) == 8 * 36
     assert len(fig.axes[1].get_yticks()) == 8
 
 
 def test_page_tables_name_rows_tokens_and_pages_of_every_request():
     tiny = VerifyBatch([5], [DraftTree.branches(2, 2)], page_size=4, rows="branch")
-    assert figures.page_tables(tiny.levels("cascade")).splitlines() == [
+    assert pictures.page_tables(tiny.levels("cascade")).splitlines() == [
         "  prefix    rows 0, 1   5 tokens in pages of 4: [0, 1]",
         "  draft     rows 0      2 tokens in pages of 1: [5, 6]",
         "  draft     rows 1      2 tokens in pages of 1: [7, 8]",
     ]
-    assert "rows 1      7 tokens in pages of 1: [0, 1, 2, 3, 4, 7, 8]" in figures.page_tables(tiny.levels("naive"))
+    assert "rows 1      7 tokens in pages of 1: [0, 1, 2, 3, 4, 7, 8]" in pictures.page_tables(tiny.levels("naive"))
 
 
 def test_the_ledger_table_itemises_levels_and_adds_them_up():
     batch = VerifyBatch([1000], [DraftTree.branches(4, 3)], rows="branch")
-    table = figures.ledger_table({"cascade": ledger(batch.levels("cascade"))}, {"prefix": "L", "draft": "topk S"})
+    table = pictures.ledger_table({"cascade": ledger(batch.levels("cascade"))}, {"prefix": "L", "draft": "topk S"})
     assert [line.split() for line in table.splitlines()[1:]] == [
         ["cascade", "prefix", "L", "1000", "98.8%", "4000"],
         ["cascade", "draft", "topk", "S", "12", "1.2%", "12"],
@@ -71,7 +72,7 @@ def test_program_reads_show_each_programs_slots_and_add_up_to_the_ledger(prefix_
         with reads.record_loads(k=cache, q=q, table=batch.page_table) as record:
             cascade_attention(q, cache, cache, batch.levels(plan), backend="triton")
         records[plan] = record["k"]
-    fig, data = figures.program_reads(records, batch.draft_slots(0).tolist())
+    fig, data = pictures.program_reads(records, batch.draft_slots(0).tolist())
     prefix, drafts = batch.prefix_slots(0).tolist(), batch.draft_slots(0).tolist()
     assert data["naive"] == [
         ("pass 1, program 0", prefix + drafts[:3]),
@@ -94,7 +95,7 @@ def test_program_reads_show_each_programs_slots_and_add_up_to_the_ledger(prefix_
 
 def test_the_ratio_is_that_of_the_page_tables_and_nears_topk():
     lengths, topks = [1, 40, 3000], [1, 3, 8]
-    _, data = figures.read_ratio(lengths, topks, 5, topk=4, other_steps=[1, 3, 20])
+    _, data = pictures.read_ratio(lengths, topks, 5, topk=4, other_steps=[1, 3, 20])
 
     def counted(length, topk, steps):
         batch = VerifyBatch([length], [DraftTree.branches(topk, steps)], rows="branch")
@@ -110,7 +111,7 @@ def test_the_ratio_is_that_of_the_page_tables_and_nears_topk():
 
 def test_a_length_that_never_pays_is_marked_at_the_ceiling():
     curves = {"group 1": [900, 300, 0], "group 8": [None, 5000, 700]}
-    fig, data = figures.break_even([2, 4, 8], curves, 65536)
+    fig, data = pictures.break_even([2, 4, 8], curves, 65536)
     assert data == curves
     line, none, other, never = (axis_line.get_ydata() for axis_line in fig.axes[0].lines)
     assert list(line) == [900, 300, 1]
@@ -122,13 +123,13 @@ def test_a_length_that_never_pays_is_marked_at_the_ceiling():
 
 
 def test_no_mark_for_never_when_every_length_pays():
-    fig, _ = figures.break_even([2, 4], {"group 1": [900, 300]}, 65536)
+    fig, _ = pictures.break_even([2, 4], {"group 1": [900, 300]}, 65536)
     assert texts(fig.axes[0]) == ["group 1"]
 
 
 def test_losing_cases_and_the_best_of_each_source_are_labelled():
     cases = {"one": [("8/1", 4.5, 0.9), ("8/8", 7.2, 1.9), ("8/16", 7.5, 2.5)], "two": [("2/9", 2.0, 1.1)]}
-    fig, data = figures.published_speedups(cases)
+    fig, data = pictures.published_speedups(cases)
     assert data == cases
     assert [label for label in texts(fig.axes[0]) if "/" in label] == ["8/1", "8/16", "2/9"]
 
@@ -136,7 +137,7 @@ def test_losing_cases_and_the_best_of_each_source_are_labelled():
 def test_prediction_table_holds_the_decisions_numbers():
     batch = VerifyBatch([2000] * 4, [DraftTree.branches(4, 5)] * 4, rows="branch")
     decision = trigger.should_cascade(batch, trigger.H200, num_q_heads=32, num_kv_heads=8, head_dim=128)
-    header, *rows, last = (line.split() for line in figures.prediction_table(decision).splitlines())
+    header, *rows, last = (line.split() for line in pictures.prediction_table(decision).splitlines())
     for plan, row in zip(PLANS, rows, strict=True):
         p = decision.predictions[plan]
         shown = dict(zip(header[:1] + ["KV MB"] + header[3:], row, strict=True))
@@ -148,7 +149,7 @@ def test_prediction_table_holds_the_decisions_numbers():
 
 
 def test_published_table_says_where_the_model_has_the_wrong_sign():
-    _, *rows = figures.published_table(trigger.PUBLISHED).splitlines()
+    _, *rows = pictures.published_table(trigger.PUBLISHED).splitlines()
     for case, row in zip(trigger.PUBLISHED, rows, strict=True):
         branches, length, suffix, group, measured, model, sign = row.split()
         assert (int(branches), int(length), int(suffix)) == (case.branches, case.prefix_len, case.suffix_len)
@@ -159,10 +160,10 @@ def test_published_table_says_where_the_model_has_the_wrong_sign():
 
 
 def test_rule_table_answers_yes_or_no_for_every_line():
-    rows = trigger.rule_table(
+    rows = rules.rule_table(
         [128, 8192], [1, 64], [1], steps=5, device_model=trigger.H200, num_q_heads=32, num_kv_heads=8, head_dim=128
     )
-    _, *lines = figures.rule_table(rows).splitlines()
+    _, *lines = pictures.rule_table(rows).splitlines()
     answers = {True: "yes", False: "no"}
     for row, line in zip(rows, lines, strict=True):
         batch, topk, length, model, speedup, sglang, vllm, plan = line.split()

@@ -7,7 +7,7 @@ from cascade_lab.drafts import DraftTree
 from cascade_lab.evidence.timing import Ratio
 from cascade_lab.prefix import executed_tiles
 
-figures = pytest.importorskip("cascade_lab.evidence.figures")
+figures = pytest.importorskip("cascade_lab.pictures.prefix")
 pytest.importorskip("matplotlib")
 
 

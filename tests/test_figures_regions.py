@@ -4,7 +4,8 @@ import pytest
 
 from cascade_lab.regions import CSA, HCA, Chunked, Dense, Mixture, SlidingWindow, TopKBlocks
 
-figures = pytest.importorskip("cascade_lab.evidence.figures")
+figures = pytest.importorskip("cascade_lab.pictures.regions")
+style = pytest.importorskip("cascade_lab.pictures.style")
 pytest.importorskip("matplotlib")
 
 
@@ -50,4 +51,4 @@ def test_recorded_ratios_say_how_far_they_are_between_the_laws():
 
 @pytest.mark.parametrize(("n", "text"), [(512, "512"), (1024, "1K"), (32768, "32K"), (2**20, "1M"), (1500, "1500")])
 def test_lengths_are_written_short(n, text):
-    assert figures._tokens(n) == text
+    assert style.tokens(n) == text

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from cascade_lab import DraftTree, State, VerifyBatch, runtime
-from cascade_lab.evidence import gpu_bench, gpu_checks
+from cascade_lab.bench.gpu import planned
+from cascade_lab.evidence import checks
 from tests import conftest
 
 gpu = pytest.mark.gpu
@@ -35,9 +36,9 @@ interpreted = pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason=
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize("check", gpu_checks.checks(), ids=str)
+@pytest.mark.parametrize("check", checks.checks(), ids=str)
 def test_compiled_kernels_equal_the_oracle(check):
-    gpu_checks.run(check)
+    checks.run(check)
 
 
 @gpu
@@ -51,7 +52,7 @@ def test_a_captured_plan_sees_new_queries_and_lengths(plan):
     k, v = (torch.randn(shape, device=device, dtype=torch.float16) for _ in range(2))
     q = torch.randn(batch.num_rows, 8, 64, device=device, dtype=torch.float16)
     levels = batch.levels(plan)
-    call = gpu_bench.planned(q, k, v, levels)
+    call = planned(q, k, v, levels)
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -80,10 +81,10 @@ def test_tests_of_the_triton_backend_are_marked_where_kernels_are_compiled(monke
 
 
 def test_the_checks_cover_every_head_dim_and_dtype():
-    found = {(check.heads[:2], check.dtype) for check in gpu_checks.checks() if check.name == "plans"}
+    found = {(check.heads[:2], check.dtype) for check in checks.checks() if check.name == "plans"}
     dims = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (576, 512)]
     assert {(dim, dtype) for dim in dims for dtype in ("float32", "float16", "bfloat16")} <= found
-    assert {check.name for check in gpu_checks.checks()} == {"plans", "large trees", "windows", "layouts", "merges"}
+    assert {check.name for check in checks.checks()} == {"plans", "large trees", "windows", "layouts", "merges"}
 
 
 @interpreted
@@ -98,33 +99,33 @@ def test_the_checks_cover_every_head_dim_and_dtype():
     ],
 )
 def test_a_check_finds_a_wrong_kernel(monkeypatch, check, kernel, wrong):
-    right = getattr(gpu_checks, kernel)
-    monkeypatch.setattr(gpu_checks, kernel, lambda *a, **k: wrong(right(*a, **k)))
-    (chosen,) = (c for c in gpu_checks.checks(small=True) if c.name == check)
-    ((_, problem),) = gpu_checks.run_all([chosen])
+    right = getattr(checks, kernel)
+    monkeypatch.setattr(checks, kernel, lambda *a, **k: wrong(right(*a, **k)))
+    (chosen,) = (c for c in checks.checks(small=True) if c.name == check)
+    ((_, problem),) = checks.run_all([chosen])
     assert problem.startswith("AssertionError")
 
 
 @interpreted
 def test_a_check_finds_a_wrong_read_counter(monkeypatch):
-    right = gpu_checks.cascade_attention
+    right = checks.cascade_attention
 
     def reads_too_much(*arguments, reads, **options):
         state = right(*arguments, reads=reads, **options)
         reads += 1
         return state
 
-    monkeypatch.setattr(gpu_checks, "cascade_attention", reads_too_much)
-    (chosen,) = (c for c in gpu_checks.checks(small=True) if c.name == "plans")
+    monkeypatch.setattr(checks, "cascade_attention", reads_too_much)
+    (chosen,) = (c for c in checks.checks(small=True) if c.name == "plans")
     with pytest.raises(AssertionError, match="naive: counted"):
-        gpu_checks.run(chosen)
+        checks.run(chosen)
 
 
 @interpreted
 def test_worker_processes_report_each_check():
-    todo = [check for check in gpu_checks.checks(small=True) if check.name in ("merges", "layouts")]
-    broken = gpu_checks.Check("no such check", "float32", (16, 16, 1, 1))
-    found = dict(gpu_checks.run_all([*todo, broken], processes=2))
+    todo = [check for check in checks.checks(small=True) if check.name in ("merges", "layouts")]
+    broken = checks.Check("no such check", "float32", (16, 16, 1, 1))
+    found = dict(checks.run_all([*todo, broken], processes=2))
     assert [found[check] for check in todo] == [None, None]
     assert "KeyError" in found[broken]
 
@@ -132,12 +133,12 @@ def test_worker_processes_report_each_check():
 def test_tests_marked_for_a_gpu_are_run_and_a_failing_one_is_named(tmp_path):
     folder = tmp_path / "tests"
     folder.mkdir()
-    assert gpu_checks.run_marked_tests(folder) is None
+    assert checks.run_marked_tests(folder) is None
     marked = (
         "import pytest\n\n@pytest.mark.gpu\ndef test_marked():\n    assert {}\n\ndef test_other():\n    assert False\n"
     )
     (folder / "test_one.py").write_text(marked.format("1 == 1"))
     (folder / "test_plain.py").write_text("def test_plain():\n    assert False\n")
-    assert gpu_checks.run_marked_tests(folder) is None
+    assert checks.run_marked_tests(folder) is None
     (folder / "test_two.py").write_text(marked.format("1 == 2"))
-    assert "test_two.py::test_marked" in gpu_checks.run_marked_tests(folder)
+    assert "test_two.py::test_marked" in checks.run_marked_tests(folder)

@@ -16,10 +16,12 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from nbformat.v4.rwbase import split_lines
 
-from cascade_lab.evidence import canonical, notebooks
+from cascade_lab.book import canonical, runner
+from cascade_lab.book.execution import load
+from cascade_lab.book.parameters import NotebookError, bind, read_parameters
+from cascade_lab.book.refusals import check_runnable
 from cascade_lab.evidence.claims import MIME
-from cascade_lab.evidence.execution import check_runnable, load
-from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
+from cascade_lab.files import UsageError
 
 CLAIM = "from cascade_lab.evidence.claims import claim\n"
 PARAMETERS = "rows: int = 3  # query rows\nscale: float = 0.5\nnames: list[str] = ['a']"
@@ -86,7 +88,7 @@ def test_a_good_run_publishes_page_notebook_and_claims(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path / "elsewhere")
     before = path.read_bytes()
 
-    status = notebooks.run(["01"], {"rows": "5", "scale": "2", "names": "['x', 'y']"}, folder=folder, output=output)
+    status = runner.run(["01"], {"rows": "5", "scale": "2", "names": "['x', 'y']"}, folder=folder, output=output)
 
     shown = capsys.readouterr()
     assert (status, shown.err) == (0, "")
@@ -148,7 +150,7 @@ def test_a_failing_cell_fails_the_run_and_is_kept_apart(kind, folder, output, ca
     other = old | {"notebook": "02_other"}
     (output / "claims.json").write_text(json.dumps([each | {"verdict": "holds"} for each in (old, other)]))
 
-    assert notebooks.run(["01_bad"], folder=folder, output=output) == 1
+    assert runner.run(["01_bad"], folder=folder, output=output) == 1
 
     message = capsys.readouterr().err
     assert message.count("\n") == 1
@@ -164,21 +166,21 @@ def test_a_failing_cell_fails_the_run_and_is_kept_apart(kind, folder, output, ca
 def test_the_others_run_when_one_fails_and_a_later_success_clears_the_failure(folder, output, capsys):
     write(folder, "01_none", "x = rows")
     write(folder, "02_good", CLAIM + "claim('2.1', 'rows', measured=rows, expected=3, instrument='derived')")
-    assert notebooks.run(folder=folder, output=output) == 1
+    assert runner.run(folder=folder, output=output) == 1
     shown = capsys.readouterr()
     assert shown.err.startswith("01_none.ipynb: makes no claim")
     assert "2.1" in shown.out
     assert not (output / "01_none.ipynb").exists()
     write(folder, "01_none", CLAIM + "claim('1.1', 'rows', measured=rows, expected=3, instrument='derived')")
-    assert notebooks.run(["01"], folder=folder, output=output) == 0
+    assert runner.run(["01"], folder=folder, output=output) == 0
     assert not (output / "failed" / "01_none.ipynb").exists()
-    assert [r["notebook"] for r in notebooks.read_claims(output)] == ["01_none", "02_good"]
+    assert [r["notebook"] for r in runner.read_claims(output)] == ["01_none", "02_good"]
 
 
 def test_a_kernel_that_does_not_start_is_a_failure_of_the_notebook(folder, output, monkeypatch, capsys):
     write(folder, "01_good", CLAIM + "claim('1.1', 'rows', measured=rows, expected=3)")
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    assert notebooks.run(folder=folder, output=output) == 1
+    assert runner.run(folder=folder, output=output) == 1
     assert re.match(r"01_good\.ipynb: RuntimeError: Kernel died before replying", capsys.readouterr().err)
     assert left_behind(output) == []
 
@@ -193,7 +195,7 @@ def test_a_progress_bar_is_for_terminals_outside_ci(terminal, ci, shown, folder,
         papermill, "execute_notebook", lambda *_, progress_bar, **__: given.append(progress_bar) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
-        notebooks.run([write(folder, "01_good", "x = 1").name], folder=folder, output=output)
+        runner.run([write(folder, "01_good", "x = 1").name], folder=folder, output=output)
     assert given == [{"desc": "01_good"} if shown else False]
 
 
@@ -205,7 +207,7 @@ def test_an_interrupt_leaves_no_kernel_behind(folder, output):
         "import os, time, pathlib\n_ = pathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)",
     )
     command = [sys.executable, "-m", "cascade_lab", "run", "--notebooks", str(folder), "--output", str(output)]
-    checkout = Path(notebooks.__file__).parents[2]
+    checkout = Path(runner.__file__).parents[2]
     child = subprocess.Popen(
         command,
         cwd=checkout,
@@ -245,20 +247,20 @@ def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_pat
         "folder = pathlib.Path(os.environ['CASCADE_LAB_FIGURES'])\nfolder.mkdir(exist_ok=True)\n"
         "_ = (folder / 'a.svg').write_text('<svg>1</svg>')",
     )
-    assert notebooks.check(folder=folder, figures=figures) == 1
+    assert runner.check(folder=folder, figures=figures) == 1
     assert "was never run" in capfd.readouterr().err
-    assert notebooks.refresh(folder=folder, figures=figures) == 0
+    assert runner.refresh(folder=folder, figures=figures) == 0
     first = path.read_bytes()
     assert load(path).cells[2].outputs == [new_output("stream", name="stdout", text="0\n1\n2\n")]
     assert load(path).cells[4].outputs[0].text == "1 ''\n"
     assert "metadata" not in load(path).cells[5].outputs[0] or MIME not in load(path).cells[5].outputs[0].metadata
-    assert notebooks.refresh(folder=folder, figures=figures) == 0
+    assert runner.refresh(folder=folder, figures=figures) == 0
     assert path.read_bytes() == first
     assert capfd.readouterr().err == ""
 
     path.write_bytes(first.replace(b'"1\\n"', b'"7\\n"'))
     (figures / "a.svg").write_text("<svg>2</svg>")
-    assert notebooks.check(folder=folder, figures=figures) == 1
+    assert runner.check(folder=folder, figures=figures) == 1
     errors = capfd.readouterr().err
     assert "01_good.ipynb, cell 3: output differs from a fresh run: stdout: '7' committed, '1' now" in errors
     assert "figures/a.svg is not what a fresh run draws" in errors
@@ -268,7 +270,7 @@ def test_a_failing_refresh_changes_nothing(folder, tmp_path, capsys):
     good = write(folder, "01_good", CLAIM + "claim('1.1', 'rows', measured=rows, expected=3)")
     bad = write(folder, "02_bad", "import nosuch_module")
     before = good.read_bytes(), bad.read_bytes()
-    assert notebooks.refresh(folder=folder, figures=tmp_path / "figures") == 1
+    assert runner.refresh(folder=folder, figures=tmp_path / "figures") == 1
     assert (good.read_bytes(), bad.read_bytes()) == before
     assert "02_bad.ipynb, cell 3: ModuleNotFoundError: No module named 'nosuch_module'" in capsys.readouterr().err
 
@@ -397,7 +399,7 @@ def test_an_unknown_parameter_is_refused_with_the_known_ones_listed(folder, outp
     with pytest.raises(
         UsageError, match=r"01_good\.ipynb: unknown parameter 'row'.*rows: int = 3, scale: float = 0\.5"
     ):
-        notebooks.run([], {"row": "4"}, folder=folder, output=output)
+        runner.run([], {"row": "4"}, folder=folder, output=output)
     assert not output.exists()
     assert path.exists()
 
@@ -409,7 +411,7 @@ def test_an_unknown_parameter_is_refused_with_the_known_ones_listed(folder, outp
 def test_notebooks_are_chosen_by_name_or_beginning(names, stems, folder):
     for name in ("02_b", "01_a", "02_ab"):
         write(folder, name)
-    assert [path.stem for path in notebooks.select(folder, names)] == stems
+    assert [path.stem for path in runner.select(folder, names)] == stems
 
 
 @pytest.mark.parametrize("name", ["02", "03", ""])
@@ -417,14 +419,14 @@ def test_a_name_that_fits_none_or_several_is_refused(name, folder):
     for each in ("01_a", "02_a", "02_b"):
         write(folder, each)
     with pytest.raises(UsageError, match="the notebooks are 01_a, 02_a, 02_b"):
-        notebooks.select(folder, [name])
+        runner.select(folder, [name])
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"cells": [], "nbformat": 4}', "[1]", '{"nbformat": 4, "cells": [{}]}'])
 def test_a_file_that_is_no_notebook_fails_by_name(text, folder, output, capsys):
     folder.mkdir()
     (folder / "01_broken.ipynb").write_text(text)
-    assert notebooks.run(folder=folder, output=output) == 1
+    assert runner.run(folder=folder, output=output) == 1
     assert capsys.readouterr().err.startswith("01_broken.ipynb: not ")
 
 
@@ -432,7 +434,7 @@ def test_an_output_folder_that_cannot_be_written_is_named(folder, tmp_path):
     write(folder, "01_good", "x = 1")
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="--output"):
-        notebooks.run(folder=folder, output=tmp_path / "file" / "build")
+        runner.run(folder=folder, output=tmp_path / "file" / "build")
 
 
 def claim_output(instrument="oracle"):

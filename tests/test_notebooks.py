@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cascade_lab.evidence import canonical, notebooks
+from cascade_lab.book import canonical, runner
+from cascade_lab.book.execution import load
+from cascade_lab.book.parameters import read_parameters
 from cascade_lab.evidence.claims import gather
-from cascade_lab.evidence.execution import load
-from cascade_lab.evidence.parameters import read_parameters
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDER = CHECKOUT / "notebooks"
@@ -166,7 +166,7 @@ RUNS = [(name, label) for name, sets in PARAMETER_SETS.items() for label in sets
 
 
 def test_every_notebook_has_sets_that_differ_from_its_defaults():
-    paths = notebooks.select(FOLDER)
+    paths = runner.select(FOLDER)
     assert sorted(PARAMETER_SETS) == [path.stem for path in paths]
     for path in paths:
         defaults = {name: parameter.default for name, parameter in read_parameters(load(path)).items()}
@@ -178,9 +178,9 @@ def test_every_notebook_has_sets_that_differ_from_its_defaults():
 
 @pytest.mark.parametrize(("name", "label"), RUNS)
 def test_claims_hold_under_other_parameters(name, label, tmp_path):
-    status = notebooks.run([name], PARAMETER_SETS[name][label], folder=FOLDER, output=tmp_path)
+    status = runner.run([name], PARAMETER_SETS[name][label], folder=FOLDER, output=tmp_path)
     assert status == 0
-    records = notebooks.read_claims(tmp_path)
+    records = runner.read_claims(tmp_path)
     committed = gather(load(FOLDER / f"{name}.ipynb"))
     assert [record["id"] for record in records] == [claim.id for claim in committed]
     for record in records:

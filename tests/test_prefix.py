@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 
 import cascade_lab as cl
+from cascade_lab.applicability import Case, check_applicability
 from cascade_lab.backends.triton import attention as kernels
 from cascade_lab.backends.triton.config import Tile
 from cascade_lab.calibration import FEATURES
 from cascade_lab.evidence.reference import assert_state_close, visible_keys
 from cascade_lab.prefix import (
-    Case,
-    check_applicability,
     effective_hit,
     executed_tiles,
     hand_over,

@@ -5,7 +5,7 @@ import pytest
 
 from cascade_lab.sharding import split_tokens
 
-figures = pytest.importorskip("cascade_lab.evidence.rank_figures")
+figures = pytest.importorskip("cascade_lab.pictures.ranks")
 pytest.importorskip("matplotlib")
 
 

@@ -21,9 +21,9 @@ import pytest
 from nbformat.v4 import new_output
 
 from cascade_lab import cli
-from cascade_lab.evidence import canonical, execution, notebooks
+from cascade_lab.book import canonical, execution, runner
 from cascade_lab.evidence.claims import MIME
-from cascade_lab.evidence.stopping import Stopped, as_exceptions, held_back
+from cascade_lab.files import Stopped, as_exceptions, held_back
 from tests.test_notebook_runner import PARAMETERS, code, write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are looked for in /proc")
@@ -37,7 +37,7 @@ CLAIM = (
 REACHED = "import os, pathlib, time\n_ = pathlib.Path(os.environ['REACHED']).write_text(str(os.getpid()))\n"
 NO_NAMESPACE, LAST_GOOD = 77, "the last good one"
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["cascade_lab.cli", "cascade_lab.evidence.export", "papermill", "nbclient", "IPython"])
+FORKS.set_forkserver_preload(["cascade_lab.cli", "cascade_lab.book.export", "papermill", "nbclient", "IPython"])
 
 
 def _carry_out(arguments, place, prepare, report):
@@ -204,7 +204,7 @@ def test_whatever_a_cell_does_there_is_one_line_and_nothing_is_left(fault, place
     assert re.match(rf"01_bad\.ipynb, {message}", errors)
     assert "\x1b" not in errors
     assert only_failure_added(before, place.files(), "01_bad")
-    assert [r["notebook"] for r in notebooks.read_claims(place.output)] == ["02_other"]
+    assert [r["notebook"] for r in runner.read_claims(place.output)] == ["02_other"]
     assert place.processes() == []
     kept = execution.load(place.output / "failed" / "01_bad.ipynb").cells[2].outputs
     assert sum(len(each.get("text", "")) for each in kept) <= execution.MAX_PRINTED
@@ -302,7 +302,7 @@ def test_a_signal_between_two_renames_waits_until_all_results_are_in_place(numbe
     assert (exitcode, errors) == (128 + number, f"{STOPS[number]}\n")
     assert [(place.output / f"01_good.{kind}").read_text() != LAST_GOOD for kind in ("html", "ipynb")] == [True, True]
     assert [(place.output / f"02_never.{kind}").read_text() for kind in ("html", "ipynb")] == [LAST_GOOD] * 2
-    records = notebooks.read_claims(place.output)
+    records = runner.read_claims(place.output)
     assert [(r["notebook"], r["statement"]) for r in records] == [
         ("01_good", "rows arrive"),
         ("02_never", "rows arrive"),
@@ -541,7 +541,7 @@ def in_process(place, *arguments):
 
 def test_results_go_around_what_else_lies_in_the_output_folder(place, monkeypatch, capsys):
     """A link is replaced, never followed; a folder in a result's place fails before anything is put into place."""
-    monkeypatch.setattr(notebooks, "execute", lambda path, *_, **__: execution.load(path))
+    monkeypatch.setattr(runner, "execute", lambda path, *_, **__: execution.load(path))
     write(place.folder, "01_good", executed_claim("1.1"))
     outside = place.root / "outside"
     outside.write_text("mine")
@@ -635,7 +635,7 @@ def test_commands_beside_each_other_in_one_checkout_do_not_collide(place):
     commands = [["run", "01"], ["run", "01"], ["run", "02"], ["refresh"], ["check"]]
     processes = [place.start(*command) for command in commands]
     assert [place.end(process)[::2] for process in processes] == [(0, "")] * len(commands)
-    assert [r["notebook"] for r in notebooks.read_claims(place.output)] == ["01_one", "02_two"]
+    assert [r["notebook"] for r in runner.read_claims(place.output)] == ["01_one", "02_two"]
     names = ["01_one.html", "01_one.ipynb", "02_two.html", "02_two.ipynb", "claims.json"]
     assert sorted(path.name for path in place.output.iterdir()) == names
     assert {path: path.read_bytes() for path in place.folder.iterdir()} == before
@@ -651,7 +651,7 @@ def test_no_claim_is_lost_when_many_publish_at_once(place):
         record = {"id": "1", "notebook": path.stem, **FIELDS}
         for _ in range(10):
             try:
-                notebooks._publish({place.output / path.name: b"{}"}, [record], path, place.output, None)
+                runner._publish({place.output / path.name: b"{}"}, [record], path, place.output, None)
             except Exception as error:
                 failures.append(error)
 
@@ -661,7 +661,7 @@ def test_no_claim_is_lost_when_many_publish_at_once(place):
     for thread in threads:
         thread.join()
     assert failures == []
-    assert [r["notebook"] for r in notebooks.read_claims(place.output)] == [f"{n:02}_n" for n in range(8)]
+    assert [r["notebook"] for r in runner.read_claims(place.output)] == [f"{n:02}_n" for n in range(8)]
     assert len(list(place.output.iterdir())) == 9
 
 
@@ -673,8 +673,8 @@ def test_a_notebook_saved_while_it_is_refreshed_keeps_what_was_saved(place, monk
         write(place.folder, "01_good", CLAIM, "y = 2")
         return executed
 
-    monkeypatch.setattr(notebooks, "execute", saved_meanwhile)
-    assert notebooks.refresh(folder=place.folder, figures=place.root / "figures") == 1
+    monkeypatch.setattr(runner, "execute", saved_meanwhile)
+    assert runner.refresh(folder=place.folder, figures=place.root / "figures") == 1
     assert (
         capsys.readouterr().err == "01_good.ipynb: was changed while it ran, so nothing was written; refresh it again\n"
     )
@@ -691,10 +691,10 @@ def test_a_run_that_is_stopped_keeps_the_claims_of_notebooks_it_did_not_reach(pl
             raise Stopped(signal.SIGINT)
         return execution.load(path)
 
-    monkeypatch.setattr(notebooks, "execute", stopped_at_the_second)
+    monkeypatch.setattr(runner, "execute", stopped_at_the_second)
     with pytest.raises(Stopped):
-        notebooks.run(folder=place.folder, output=place.output)
-    found = {r["notebook"]: r["id"] for r in notebooks.read_claims(place.output)}
+        runner.run(folder=place.folder, output=place.output)
+    found = {r["notebook"]: r["id"] for r in runner.read_claims(place.output)}
     assert found == {"01_good": "9.9", "02_other": "1.1"}
 
 
@@ -705,6 +705,6 @@ def test_the_status_of_a_failed_run_survives_a_reader_that_left(place, monkeypat
     def broken(*_, **__):
         raise BrokenPipeError
 
-    monkeypatch.setattr(notebooks, "print_table", broken)
+    monkeypatch.setattr(runner, "print_table", broken)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     assert in_process(place) == 1

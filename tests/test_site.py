@@ -20,11 +20,12 @@ from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import cascade_lab
-from cascade_lab import cli, evidence
-from cascade_lab.evidence import api_pages, export, notebooks, site
+from cascade_lab import book, cli
+from cascade_lab.book import api_pages, export, runner, site
+from cascade_lab.book.mathml import FormulaError, to_mathml
+from cascade_lab.book.parameters import NotebookError
 from cascade_lab.evidence.claims import MIME, gather
-from cascade_lab.evidence.mathml import FormulaError, to_mathml
-from cascade_lab.evidence.parameters import NotebookError, UsageError
+from cascade_lab.files import UsageError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -301,8 +302,8 @@ def test_a_formula_that_fails_names_notebook_and_cell_and_leaves_the_last_page(t
     notebook = new_notebook(cells=[*cells, new_markdown_cell(r"so $\nosuch{x}$")])
     nbformat.write(notebook, folder / "01_bad.ipynb")
     (output / "01_bad.html").write_text("the last good one")
-    monkeypatch.setattr(notebooks, "execute", lambda *_, **__: notebook)
-    assert notebooks.run(folder=folder, output=output) == 1
+    monkeypatch.setattr(runner, "execute", lambda *_, **__: notebook)
+    assert runner.run(folder=folder, output=output) == 1
     error = capsys.readouterr().err
     assert error.startswith(r"01_bad.ipynb, cell 3: formula $\nosuch{x}$: unknown command \nosuch")
     assert (output / "01_bad.html").read_text() == "the last good one"
@@ -417,7 +418,7 @@ def test_the_pages_folder_is_packaged():
     packaged = {
         path for glob in project["tool"]["setuptools"]["package-data"]["cascade_lab"] for path in package.glob(glob)
     }
-    assert set((package / "evidence" / "pages").iterdir()) <= packaged
+    assert set((package / "book" / "pages").iterdir()) <= packaged
 
 
 def test_make_knows_the_site_and_keeps_the_browser_out_of_the_tests():
@@ -434,7 +435,7 @@ def test_make_knows_the_site_and_keeps_the_browser_out_of_the_tests():
 def test_without_pdoc_the_command_names_the_extra_that_brings_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "pdoc", None)
     monkeypatch.delitem(sys.modules, api_pages.__name__)
-    monkeypatch.delattr(evidence, "api_pages")
+    monkeypatch.delattr(book, "api_pages")
     assert cli.main(["site", "--output", str(tmp_path / "site")]) == 1
     assert "pip install 'cascade-lab[site]'" in capsys.readouterr().err
     assert not (tmp_path / "site").exists()

@@ -7,7 +7,7 @@ import pytest
 
 from cascade_lab import interactions
 
-figures = pytest.importorskip("cascade_lab.evidence.trace_figures")
+figures = pytest.importorskip("cascade_lab.pictures.traces")
 pytest.importorskip("matplotlib")
 
 PAIRS = [(1000, 0), (100, 90), (40, 20), (7, 7)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cascade_lab import cli
-from cascade_lab.evidence import recorded, trace_report
+from cascade_lab import cli, trace_report
+from cascade_lab.evidence import recorded
 from cascade_lab.prefix import interactions
 from cascade_lab.traces import (
     AGENTIC,
@@ -372,7 +372,7 @@ def test_a_bad_line_is_an_error_that_names_file_line_and_field(bad, field, fault
 
 def test_a_line_that_is_no_text_and_one_that_is_too_long_are_bad_lines(tmp_path, monkeypatch):
     path = tmp_path / "trace.jsonl"
-    monkeypatch.setattr("cascade_lab.traces.MAX_LINE", 200)
+    monkeypatch.setattr("cascade_lab.traces.read.MAX_LINE", 200)
     path.write_bytes(b"\n".join([b'{"timestamp": "\xff"}', b"[" + b" " * 1000 + b"]", LINE.encode(), b"x" * 1000]))
     skipped = []
     assert len(list(read_mooncake(path, on_error="skip", skipped=skipped))) == 1

@@ -11,6 +11,7 @@ import torch
 from cascade_lab import DraftTree, VerifyBatch, ledger
 from cascade_lab.backends.triton.config import tile_for
 from cascade_lab.drafts import PLANS
+from cascade_lab.rules import flashinfer_rule, rule_table, sglang_rule, vllm_rule
 from cascade_lab.trigger import (
     A100,
     B200,
@@ -21,11 +22,7 @@ from cascade_lab.trigger import (
     DeviceModel,
     break_even_prefix,
     calibrate,
-    flashinfer_rule,
-    rule_table,
-    sglang_rule,
     should_cascade,
-    vllm_rule,
 )
 from tests.verify import CHAIN, FORK, SHUFFLED, STAR
 

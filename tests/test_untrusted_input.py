@@ -20,12 +20,14 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 import cascade_lab
 from cascade_lab import cli, traces
-from cascade_lab.evidence import canonical, notebooks, recorded
+from cascade_lab.book import canonical, runner
+from cascade_lab.book.execution import load
+from cascade_lab.book.export import to_html
+from cascade_lab.book.parameters import NotebookError, bind, read_parameters
+from cascade_lab.book.refusals import check_runnable
+from cascade_lab.evidence import recorded
 from cascade_lab.evidence.claims import MIME, format_table, gather
-from cascade_lab.evidence.execution import check_runnable, load
-from cascade_lab.evidence.export import to_html
-from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
-from cascade_lab.foreign import ForeignFileError, one_line, read_json
+from cascade_lab.files import ForeignFileError, UsageError, one_line, read_json
 from cascade_lab.traces import TraceError, read_hits_csv, read_mooncake, read_trace
 from tests.test_notebook_runner import PARAMETERS, code, write
 from tests.test_runner_faults import CLAIM, FIELDS
@@ -38,7 +40,7 @@ CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e]")
 # nothing is evaluated
 
 # ranks are processes that get the functions of their own parent, and the reference names modules of this package
-KNOWN = {"evidence/ranks.py": ["exec", "compile"], "evidence/api_pages.py": ["importlib.import_module"]}
+KNOWN = {"evidence/ranks.py": ["exec", "compile"], "book/api_pages.py": ["importlib.import_module"]}
 FORBIDDEN_MODULES = {
     "pickle",
     "cPickle",
@@ -627,7 +629,7 @@ def checkout(tmp_path, monkeypatch):
 def test_a_name_never_means_a_notebook_outside_the_folder(name, checkout):
     """Not one with the same name elsewhere either, which would be run in place of the one that was named."""
     with pytest.raises(UsageError) as caught:
-        notebooks.select(checkout, [name])
+        runner.select(checkout, [name])
     assert not CONTROLS.search(str(caught.value))
 
 
@@ -635,14 +637,14 @@ def test_a_name_never_means_a_notebook_outside_the_folder(name, checkout):
     "name", ["01", "01_good", "01_good.ipynb", "notebooks/01_good.ipynb", "notebooks/../notebooks/01"]
 )
 def test_a_name_or_path_of_the_folder_means_its_notebook(name, checkout):
-    assert notebooks.select(checkout, [name]) == [checkout / "01_good.ipynb"]
-    assert notebooks.select(checkout, [str(checkout / "01_good.ipynb")]) == [checkout / "01_good.ipynb"]
+    assert runner.select(checkout, [name]) == [checkout / "01_good.ipynb"]
+    assert runner.select(checkout, [str(checkout / "01_good.ipynb")]) == [checkout / "01_good.ipynb"]
 
 
 def test_a_link_that_leads_outside_is_refused_and_one_inside_is_not(checkout, tmp_path, capsys):
     (checkout / "02_link.ipynb").symlink_to(tmp_path / "elsewhere" / "99_evil.ipynb")
     (checkout / "03_same.ipynb").symlink_to("01_good.ipynb")
-    assert [path.name for path in notebooks.select(checkout, ["03"])] == ["03_same.ipynb"]
+    assert [path.name for path in runner.select(checkout, ["03"])] == ["03_same.ipynb"]
     for names in ([], ["02"]):
         for command in ("run", "refresh", "check"):
             assert cli.main([command, *names]) == 2
@@ -696,7 +698,7 @@ def test_names_that_a_shell_or_a_template_would_read_and_a_foreign_kernel_change
     )
     assert not list(tmp_path.rglob("pwned"))
     assert load(tmp_path / "build" / f"{name}.ipynb").metadata.kernelspec.name == "python3"
-    assert [record["notebook"] for record in notebooks.read_claims(tmp_path / "build")] == [name]
+    assert [record["notebook"] for record in runner.read_claims(tmp_path / "build")] == [name]
 
 
 # the exported page

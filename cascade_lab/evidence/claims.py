@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
-from cascade_lab.foreign import one_line
+from cascade_lab.files import one_line
 
 MIME = "application/vnd.cascade-lab.claim+json"
 INSTRUMENTS = ("derived", "oracle", "counted", "timed", "recorded")

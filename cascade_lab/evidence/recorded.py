@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 from cascade_lab.calibration import calibrate, feature_errors
-from cascade_lab.foreign import one_line, read_json
+from cascade_lab.files import one_line, read_json
 
 REQUIRED = ("source", "devices", "date")
 MAX_RECORD = 1 << 23

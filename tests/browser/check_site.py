@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import cascade_lab as cl
-from cascade_lab.evidence import api_pages, site
+from cascade_lab.book import api_pages, site
 from tests.browser.conftest import CHECKOUT
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")

@@ -12,14 +12,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cascade_lab.foreign import one_line
+from cascade_lab.files import UsageError, one_line
 
 TAG = "parameters"
 _SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
-
-
-class UsageError(ValueError):
-    """A command that cannot be carried out: unknown notebook or parameter, value of the wrong type."""
 
 
 class NotebookError(Exception):

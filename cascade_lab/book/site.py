@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cascade_lab.evidence import canonical, stopping
+from cascade_lab import files
+from cascade_lab.book import canonical
+from cascade_lab.book.execution import load
+from cascade_lab.book.export import picture, render, to_html
+from cascade_lab.book.parameters import NotebookError
+from cascade_lab.book.runner import select
 from cascade_lab.evidence.claims import COLUMNS, FAILS, Claim, gather
-from cascade_lab.evidence.execution import load
-from cascade_lab.evidence.export import picture, render, to_html
-from cascade_lab.evidence.notebooks import select
-from cascade_lab.evidence.parameters import NotebookError, UsageError
+from cascade_lab.files import UsageError
 
 _ROW = re.compile(r"^\|\s*\[\w+\]\(notebooks/(?P<name>\w+)\.ipynb\)\s*\|(?P<claim>[^|]+)\|.*\|(?P<figure>[^|]*)\|\s*$")
 _FIGURE = re.compile(r'src="(?P<file>[^"]+)".*?alt="(?P<alt>[^"]*)"')
@@ -71,7 +73,7 @@ def build(folder: Path, output: Path) -> int:
         for name, page in pages.items():
             (fresh / name).parent.mkdir(exist_ok=True)
             (fresh / name).write_text(page, encoding="utf-8")
-        with stopping.held_back():  # the earlier site goes only when the new one takes its place
+        with files.held_back():  # the earlier site goes only when the new one takes its place
             if output.exists():
                 shutil.rmtree(output)
             os.replace(fresh, output)
@@ -90,7 +92,7 @@ def _is_ours(output: Path) -> bool:
 
 def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
     """(file name, page) of everything."""
-    from cascade_lab.evidence import api_pages, markdown
+    from cascade_lab.book import api_pages, markdown
 
     paths = select(folder)
     title, introduction = _introduction(readme)
@@ -169,6 +171,6 @@ def _row(readme: str, name: str, root: Path) -> tuple[str, str]:
 
 
 def _inline(text: str) -> str:
-    from cascade_lab.evidence import markdown
+    from cascade_lab.book import markdown
 
     return markdown.to_html(text).strip().removeprefix("<p>").removesuffix("</p>")

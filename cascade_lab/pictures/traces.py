@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, PURPLE, VERMILLION, style
+from cascade_lab.pictures.style import BLACK, BLUE, GREEN, GREY, PURPLE, VERMILLION, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """The report of `cascade-lab trace`: a user's trace as a table, as JSON and as a figure.
 
 Also the recorded results of public traces, figures/measured/traces.json, as written by
-`python -m cascade_lab.evidence.trace_report DATA_FOLDER RECORD_FILE`: the traces stay where they are published, only
+`python -m cascade_lab.trace_report DATA_FOLDER RECORD_FILE`: the traces stay where they are published, only
 their sums are kept.
 """
 
@@ -17,9 +17,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cascade_lab.evidence.parameters import UsageError
-from cascade_lab.evidence.stopping import put_in_place
-from cascade_lab.foreign import one_line
+from cascade_lab.files import UsageError, one_line, put_in_place
 from cascade_lab.traces import (
     BLOCK_SIZE,
     MODELS,
@@ -230,7 +228,7 @@ def draw(summary: TraceSummary, histogram: HitHistogram) -> tuple[Figure, dict[s
     """
     from matplotlib.figure import Figure
 
-    from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, VERMILLION, style
+    from cascade_lab.pictures.style import BLACK, BLUE, GREEN, VERMILLION, style
 
     shares = {}
     for name in WEIGHTS:
@@ -268,7 +266,7 @@ def draw(summary: TraceSummary, histogram: HitHistogram) -> tuple[Figure, dict[s
 
 def write_figure(summary: TraceSummary, histogram: HitHistogram, path: Path) -> None:
     """Draw into `path`, the same bytes for the same numbers."""
-    from cascade_lab.evidence.figures import style
+    from cascade_lab.pictures.style import style
 
     fig, _ = draw(summary, histogram)
     kind = path.suffix.lower().removeprefix(".")

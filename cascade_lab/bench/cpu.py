@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cascade_lab.evidence.parameters import UsageError
-from cascade_lab.evidence.stopping import put_in_place
+from cascade_lab.files import UsageError, put_in_place
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_OUTPUT = Path("figures/measured/cpu.json")
@@ -173,11 +172,11 @@ def run(args: argparse.Namespace) -> int:
     from cascade_lab import runtime
 
     if args.plot is not None:
-        from cascade_lab.evidence import bench_figures
+        from cascade_lab.pictures import gpu as gpu_pictures
 
         if not args.plot.is_file():
             raise UsageError(f"--plot: expected the record of a GPU run, given {args.plot.as_posix()}: no such file")
-        for path in bench_figures.write(args.plot, args.output or Path("figures")):
+        for path in gpu_pictures.write(args.plot, args.output or Path("figures")):
             print(path.as_posix())
         return 0
     if args.compiled:
@@ -212,12 +211,12 @@ def _run_gpu(args: argparse.Namespace) -> int:
     if runtime.triton_mode() == "absent":
         print("bench: the kernels need Triton, which is not installed; measure the CPU with: bench --cpu")
         return 1
-    from cascade_lab.evidence import gpu_bench
+    from cascade_lab.bench import gpu
 
-    scale = gpu_bench.SMOKE if args.smoke else gpu_bench.QUICK if args.quick else gpu_bench.FULL
+    scale = gpu.SMOKE if args.smoke else gpu.QUICK if args.quick else gpu.FULL
     if args.budget is not None:
         scale = replace(scale, budget_s=args.budget)
-    return gpu_bench.run(scale, args.output, quick=args.quick, smoke=args.smoke, max_autotune=args.max_autotune)
+    return gpu.run(scale, args.output, quick=args.quick, smoke=args.smoke, max_autotune=args.max_autotune)
 
 
 def _run_compiled(output: Path) -> int:
@@ -372,9 +371,7 @@ def memory(lengths: tuple[int, ...]) -> Iterator[Row]:
         extra = []
         for length in lengths:
             work = Work(32, length, page_size=page_size)
-            extra.append(
-                float(_child(f"from cascade_lab.evidence import bench; bench.print_extra_memory(bench.{work!r})"))
-            )
+            extra.append(float(_child(f"from cascade_lab.bench import cpu; cpu.print_extra_memory(cpu.{work!r})")))
             yield Row("memory", f"peak extra memory, {work}", extra[-1], "MB")
         layout = "dense" if page_size is None else f"page {page_size}"
         growth = extra[-1] / max(extra[0], 1.0)
@@ -509,7 +506,7 @@ def _verify_calls(shape: VerifyShape) -> tuple[dict[str, Callable[[], object]], 
     import torch
 
     from cascade_lab import DraftTree, VerifyBatch, cascade_attention, ledger
-    from cascade_lab.evidence import gpu_peers
+    from cascade_lab.bench import peers
 
     gen = torch.Generator().manual_seed(0)
     trees = [DraftTree.branches(shape.topk, shape.steps)] * shape.batch
@@ -526,9 +523,9 @@ def _verify_calls(shape: VerifyShape) -> tuple[dict[str, Callable[[], object]], 
     def call(plan: str) -> Callable[[], object]:
         return lambda: cascade_attention(q, k, v, levels[plan], backend="torch")
 
-    work = gpu_peers.VerifyWork(q, k, v, batch, levels["naive"][0])
+    work = peers.VerifyWork(q, k, v, batch, levels["naive"][0])
     ratio = ledger(levels["naive"]).kv_tokens / ledger(levels["cascade"]).kv_tokens
-    return {plan: call(plan) for plan in levels}, gpu_peers.sdpa(work, False).call, ratio
+    return {plan: call(plan) for plan in levels}, peers.sdpa(work, False).call, ratio
 
 
 def _seconds(call: Callable[[], object]) -> float:

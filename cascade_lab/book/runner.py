@@ -17,14 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cascade_lab.evidence import canonical
+from cascade_lab.book import canonical
+from cascade_lab.book.execution import execute, load, temporary_folder
+from cascade_lab.book.export import to_html
+from cascade_lab.book.parameters import NotebookError, bind, read_parameters
 from cascade_lab.evidence.claims import FAILS, check_record, gather, print_table
-from cascade_lab.evidence.execution import execute, load, temporary_folder
-from cascade_lab.evidence.export import to_html
-from cascade_lab.evidence.figures import FOLDER as FIGURES_FOLDER
-from cascade_lab.evidence.parameters import NotebookError, UsageError, bind, read_parameters
-from cascade_lab.evidence.stopping import held_back, put_in_place
-from cascade_lab.foreign import one_line, read_json
+from cascade_lab.files import FIGURES, UsageError, held_back, one_line, put_in_place, read_json
 
 try:
     import fcntl
@@ -146,7 +144,7 @@ def run(
                     path,
                     parameters or {},
                     scratch=scratch,
-                    environment={FIGURES_FOLDER: str(figures)},
+                    environment={FIGURES: str(figures)},
                     cell_timeout=cell_timeout,
                     start_timeout=start_timeout,
                     progress_bar=_on_terminal(),
@@ -283,7 +281,7 @@ def _rerun(
                 path,
                 {},
                 scratch=place,
-                environment=_ON_CPU | {FIGURES_FOLDER: str(scratch / "figures")},
+                environment=_ON_CPU | {FIGURES: str(scratch / "figures")},
                 cell_timeout=cell_timeout,
                 progress_bar=_on_terminal(),
             )

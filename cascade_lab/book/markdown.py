@@ -17,7 +17,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
-from cascade_lab.evidence.mathml import to_mathml
+from cascade_lab.book.mathml import to_mathml
 
 TAGS = ("br", "details", "kbd", "p", "sub", "summary", "sup")
 _KEPT = re.compile(rf"(</?(?:{'|'.join(TAGS)})\s*/?>|<!--.*?-->)", re.DOTALL)

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cascade_lab import foreign
-from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
-from cascade_lab.evidence.parameters import UsageError
+from cascade_lab import files
+from cascade_lab.files import UsageError
+from cascade_lab.pictures.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,8 +39,8 @@ def write(record: Path, folder: Path) -> list[Path]:
         UsageError: a file that is no record of a GPU run.
     """
     try:
-        data = foreign.read_json(record)
-    except foreign.ForeignFileError:
+        data = files.read_json(record)
+    except files.ForeignFileError:
         data = None
     sections = data.get("sections") if isinstance(data, dict) else None
     if not isinstance(sections, dict) or "ceilings" not in sections:

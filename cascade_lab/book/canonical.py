@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cascade_lab.book.execution import load
+from cascade_lab.book.parameters import NotebookError
+from cascade_lab.book.refusals import check_runnable
 from cascade_lab.evidence.claims import MIME, gather
-from cascade_lab.evidence.execution import check_runnable, load
-from cascade_lab.evidence.parameters import NotebookError
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

@@ -18,13 +18,13 @@ import pdoc.doc
 import pdoc.docstrings
 
 import cascade_lab
-from cascade_lab.evidence import markdown
-from cascade_lab.evidence.export import render
+from cascade_lab.book import markdown
+from cascade_lab.book.export import render
 
 PACKAGE = "cascade_lab"
 # What a notebook's author calls besides the package; everything else in evidence is for the runner.
 WITH_EVIDENCE = ("evidence.claims",)
-_LEFT_OUT = ("__main__", "backends", "cli", "evidence", "foreign", "ops")
+_LEFT_OUT = ("__main__", "backends", "cli", "evidence", "bench", "book", "files", "ops", "pictures", "trace_report")
 _WIDE = 96
 
 

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cascade_lab.book.parameters import NotebookError
 from cascade_lab.evidence.claims import MIME
-from cascade_lab.evidence.parameters import NotebookError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -40,7 +40,7 @@ def to_html(
     Raises:
         NotebookError: a formula cannot be converted or a picture is not there; the cell is named.
     """
-    from cascade_lab.evidence import markdown
+    from cascade_lab.book import markdown
 
     headings, cells = markdown.Headings(), []
     language = notebook.metadata.get("language_info", {}).get("pygments_lexer", "ipython3")
@@ -86,7 +86,7 @@ def _environment() -> Environment:
     import cascade_lab
 
     environment = Environment(
-        loader=PackageLoader("cascade_lab.evidence", "pages"),
+        loader=PackageLoader("cascade_lab.book", "pages"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -99,7 +99,7 @@ def _environment() -> Environment:
 def _output(output: NotebookNode, headings: list) -> str:
     from nbconvert.filters import strip_ansi
 
-    from cascade_lab.evidence import markdown
+    from cascade_lab.book import markdown
 
     if output.output_type == "stream":
         return f'<pre class="{html.escape(output.name)}">{html.escape(strip_ansi(output.text).rstrip())}</pre>'

@@ -28,11 +28,12 @@ from torch import Tensor
 
 from cascade_lab import runtime
 from cascade_lab.attention import attention
+from cascade_lab.bench import peers as others
+from cascade_lab.bench.clock import Clock, clock
+from cascade_lab.bench.report import FAILS, bounds, break_even_rows, print_summary
 from cascade_lab.drafts import DraftTree, VerifyBatch
-from cascade_lab.evidence import gpu_checks, gpu_peers
-from cascade_lab.evidence.gpu_clock import Clock, clock
-from cascade_lab.evidence.gpu_report import FAILS, bounds, break_even_rows, print_summary
-from cascade_lab.evidence.stopping import put_in_place
+from cascade_lab.evidence import checks
+from cascade_lab.files import put_in_place
 from cascade_lab.levels import Ledger, Level, cascade_attention, ledger
 from cascade_lab.prefix import executed_tiles, interactions, prefix_hit_levels, remaining
 from cascade_lab.states import State, merge_state, merge_states
@@ -221,17 +222,17 @@ def _meaning(clock: Clock, smoke: bool) -> str:
 def _check(record: dict, smoke: bool, quick: bool) -> str | None:
     """Run the correctness checks into the record; what is wrong first, or None."""
     start = time.monotonic()
-    todo = gpu_checks.checks(small=smoke) if not quick else gpu_checks.checks(dtypes=("bfloat16",), small=smoke)
+    todo = checks.checks(small=smoke) if not quick else checks.checks(dtypes=("bfloat16",), small=smoke)
     done: list[str] = []
     wrong = None
-    for check, problem in gpu_checks.run_all(todo):
+    for check, problem in checks.run_all(todo):
         _progress(f"checking {len(done) + 1} of {len(todo)}: {check}")
         if problem is not None:
             wrong = f"{check}: {problem}"
             break
         done.append(str(check))
     if wrong is None and not smoke:
-        wrong = gpu_checks.run_marked_tests(PACKAGE_ROOT / "tests")
+        wrong = checks.run_marked_tests(PACKAGE_ROOT / "tests")
     record["checks"] = {"passed": sorted(done), "wrong": wrong, "seconds": time.monotonic() - start}
     _progress("")
     print(f"checks: {len(done)} of {len(todo)} right, {time.monotonic() - start:.0f} s", flush=True)
@@ -384,7 +385,7 @@ def compile_ahead(bench: Run) -> Iterator[dict]:
         yield {"tasks": 1, "done": 1, "plans": launch_once(bench.scale, parts[0][:1]), "failed": []}
         return
     plans, failed = [], []
-    with ProcessPoolExecutor(gpu_checks.workers(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(checks.workers(), mp_context=get_context("spawn")) as pool:
         running = [pool.submit(launch_once, bench.scale, part, bench.deadline) for part in parts]
         try:
             for done in as_completed(running, timeout=max(0.0, bench.deadline - time.monotonic())):
@@ -471,7 +472,7 @@ def planned(q: Tensor, k_cache: Tensor, v_cache: Tensor, levels: Sequence[Level]
 def _loaded(part: Ledger, level: Level, q: Tensor) -> int:
     """Tokens per KV head that the launch of one level loads, its row tiles counted."""
     rows = int(torch.diff(level.cu_seqlens_q).max())
-    tile = gpu_checks.launch_tile(rows * part.num_q_heads // part.num_kv_heads, q.shape[2], q.dtype)
+    tile = checks.launch_tile(rows * part.num_q_heads // part.num_kv_heads, q.shape[2], q.dtype)
     return part.tile_tokens(tile.block_m)
 
 
@@ -540,7 +541,7 @@ def peers(bench: Run) -> Iterator[dict]:
             work = _prefill(bench, n, 0, group)
             ours = planned(work.q, work.k, work.v, work.levels)
             yield shape | {"kernel": "cascade_lab prefill"} | asdict(bench.clock.measure(ours))
-            make = partial(gpu_peers.sdpa_causal, work.q, work.k, work.v, work.levels[0])
+            make = partial(others.sdpa_causal, work.q, work.k, work.v, work.levels[0])
             yield shape | _peer_row(bench, "sdpa_causal", make, ours())
 
 
@@ -573,8 +574,8 @@ def _peers_of(bench: Run, pool: _Pool, shape: dict) -> Iterator[dict]:
         state = call()
         _hold(state, reference, plan)
         yield shape | {"kernel": f"cascade_lab {plan}"} | asdict(bench.clock.measure(call))
-    verify_work = gpu_peers.VerifyWork(q, k, v, coarse, naive.levels[0])
-    for make in gpu_peers.VERIFY_PEERS:
+    verify_work = others.VerifyWork(q, k, v, coarse, naive.levels[0])
+    for make in others.VERIFY_PEERS:
         if time.monotonic() >= bench.deadline:
             bench.skipped.append(shape | {"kernel": make.__name__, "why": "time"})
             continue
@@ -582,7 +583,7 @@ def _peers_of(bench: Run, pool: _Pool, shape: dict) -> Iterator[dict]:
         yield shape | _peer_row(bench, make.__name__, partial(make, verify_work, bench.max_autotune), state)
 
 
-def _peer_row(bench: Run, name: str, make: Callable[[], gpu_peers.Peer], expected: State) -> dict:
+def _peer_row(bench: Run, name: str, make: Callable[[], others.Peer], expected: State) -> dict:
     """A peer's time, or why there is none. Whatever goes wrong in foreign code is noted and passed over."""
     try:
         peer = make()
@@ -627,7 +628,7 @@ def prefill(bench: Run) -> Iterator[dict]:
         call = planned(work.q, work.k, work.v, work.levels)
         errors = _hold(call(), _prefill_reference(work, hit), f"prefill M={m} H={hit}")
         timing = bench.clock.measure(call)
-        tile = gpu_checks.launch_tile(m * group, scale.head_dim, DTYPE)
+        tile = checks.launch_tile(m * group, scale.head_dim, DTYPE)
         pairs = interactions(n, hit)
         tiles = executed_tiles(n, hit, tile.block_m, tile.block_n, group)
         flops = 4 * scale.head_dim * pairs * group * scale.num_kv_heads

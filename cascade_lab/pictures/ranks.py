@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.evidence.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
+from cascade_lab.pictures.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
 from cascade_lab.sharding import rank_pairs, split_tokens
 
 if TYPE_CHECKING:

@@ -1,0 +1,151 @@
+"""One style for all pictures, and `show`, which puts a figure into a notebook and into files.
+
+A picture is a function that draws one figure and returns it with the numbers behind it, so that a test judges numbers
+and never pixels. Nothing that computes imports pictures, and matplotlib is imported by the first call.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cascade_lab.files import FIGURES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+SIZE = (6.4, 3.6)
+# Okabe and Ito's colours; every series also has its own line style and marker, every area its own hatch
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+BLACK, GREY = "#000000", "#666666"
+BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white"}
+SERIES = {
+    "float32": {"color": BLUE, "linestyle": "-", "marker": "o"},
+    "float16": {"color": GREEN, "linestyle": "--", "marker": "s"},
+    "bfloat16": {"color": VERMILLION, "linestyle": "-.", "marker": "^"},
+}
+# colour and line of up to six laws in one picture
+LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), (PURPLE, ":"), (BLACK, (0, (6, 1.5))), (ORANGE, "-"))
+
+
+def style() -> AbstractContextManager[None]:
+    """The style of every figure, as a context: opaque white, one size, and files without dates or random ids."""
+    import matplotlib
+
+    return matplotlib.rc_context(
+        {
+            "figure.figsize": SIZE,
+            "figure.dpi": 110,
+            "figure.constrained_layout.use": True,
+            "figure.facecolor": "white",
+            "axes.facecolor": "white",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.titlesize": 10,
+            "axes.titlelocation": "left",
+            "font.family": "DejaVu Sans",
+            "font.size": 9,
+            "hatch.linewidth": 0.6,
+            "lines.linewidth": 1.6,
+            "lines.markersize": 4.5,
+            "savefig.dpi": 110,
+            "savefig.facecolor": "white",
+            "svg.hashsalt": "cascade-lab",
+        }
+    )
+
+
+def show(fig: Figure, name: str | None, *, alt: str, caption: str) -> None:
+    """Display a figure with its caption, save it if a folder is set, and release it.
+
+    Args:
+        fig: a figure.
+        name: file name without extension; None for a picture that no two runs draw alike, which goes into no file.
+        alt: what a reader who cannot see the picture needs to know; stored as `alt` in the output's image metadata.
+        caption: one Markdown sentence that states the reading.
+
+    With the environment variable CASCADE_LAB_FIGURES set, `name.svg` and `name.png` are written into that folder.
+
+    Raises:
+        ValueError: an empty alt text or caption.
+    """
+    if not alt.strip() or not caption.strip():
+        raise ValueError("alt, caption: expected a text each, given an empty one")
+    from IPython.display import display
+
+    png = render(fig, "png")
+    folder = os.environ.get(FIGURES)
+    if folder and name is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, f"{name}.png").write_bytes(png)
+        Path(folder, f"{name}.svg").write_bytes(render(fig, "svg"))
+    fig.clear()
+    image = {"image/png": base64.b64encode(png).decode(), "text/plain": alt}
+    display(image, metadata={"image/png": {"alt": alt}}, raw=True)
+    display({"text/markdown": caption, "text/plain": caption}, raw=True)
+
+
+def apart(places: Sequence[float], gap: float) -> list[float]:
+    """Heights of labels moved up until neighbours are `gap` apart."""
+    moved = list(places)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    for below, above in zip(order, order[1:], strict=False):
+        moved[above] = max(moved[above], moved[below] + gap)
+    return moved
+
+
+def tokens(n: int) -> str:
+    """8192 as 8K, 1048576 as 1M; other lengths as they are."""
+    return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}K" if n % 2**10 == 0 else str(n)
+
+
+def fill_cells(ax, cells: Sequence[Sequence[bool]]) -> None:
+    """A grid of squares, the true ones filled."""
+    from matplotlib.colors import ListedColormap
+
+    ax.imshow(cells, cmap=ListedColormap(["white", BLUE]), vmin=0, vmax=1, aspect="equal")
+    ax.set_xticks([x - 0.5 for x in range(1, len(cells[0]))], minor=True)
+    ax.set_yticks([y - 0.5 for y in range(1, len(cells))], minor=True)
+    ax.grid(which="minor", color="#BBBBBB", linewidth=0.4)
+    ax.tick_params(which="minor", length=0)
+
+
+def figure():
+    """A figure with one axis; it bypasses pyplot, so that no notebook front end shows it a second time."""
+    from matplotlib.figure import Figure
+
+    fig = Figure()
+    return fig, fig.add_subplot()
+
+
+def panels(rows: int, columns: int, **options):
+    """A figure with a grid of axes, kept away from pyplot as in `figure`."""
+    from matplotlib.figure import Figure
+
+    fig = Figure()
+    return fig, fig.subplots(rows, columns, squeeze=True, **options)
+
+
+def render(fig: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    unstamped = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+    with style():
+        fig.savefig(buffer, format=kind, metadata=unstamped[kind])
+    return buffer.getvalue()
+
+
+def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Maximal runs of consecutive slots as (first, length)."""
+    found: list[tuple[int, int]] = []
+    for slot in sorted(slots):
+        if found and slot == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((slot, 1))
+    return found

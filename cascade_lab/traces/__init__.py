@@ -1,0 +1,48 @@
+"""What prefix hits are worth on real traffic: sums over requests, never functions of a mean.
+
+A request of N tokens with a hit of H keeps N - H of its token-linear work and N(N + 1)/2 - H(H + 1)/2 of its query-key
+pairs, so over a trace, with h = H/N and weights w = N(N + 1) / sum of N(N + 1),
+
+    pairs left / pairs = 1 - sum w H(H + 1)/(N(N + 1)) = 1 - sum w h^2 - (sum of H(1 - h)) / (sum of N(N + 1)),
+
+and the last term is below 1 / (4 x the token-weighted mean length). So the pairs follow the root mean square of h under
+w, the linear work follows the token-weighted mean of h, and no single mean serves both. Lengths and block ids decide
+everything here; nothing is timed.
+"""
+
+from cascade_lab.traces.generate import AGENTIC, CONVERSATION, Traffic, generate
+from cascade_lab.traces.read import (
+    BLOCK_SIZE,
+    MAX_LINE,
+    MAX_TOKENS,
+    Request,
+    TraceError,
+    read_hits_csv,
+    read_mooncake,
+    read_trace,
+    write_mooncake,
+)
+from cascade_lab.traces.replay import replay
+from cascade_lab.traces.summary import MODELS, ModelShape, TraceSummary, formula_errors, summarize
+
+__all__ = [
+    "AGENTIC",
+    "BLOCK_SIZE",
+    "CONVERSATION",
+    "MAX_LINE",
+    "MAX_TOKENS",
+    "MODELS",
+    "ModelShape",
+    "Request",
+    "TraceError",
+    "TraceSummary",
+    "Traffic",
+    "formula_errors",
+    "generate",
+    "read_hits_csv",
+    "read_mooncake",
+    "read_trace",
+    "replay",
+    "summarize",
+    "write_mooncake",
+]
