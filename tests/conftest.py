@@ -10,10 +10,7 @@ import torch
 from cascade_lab import runtime
 
 # The kernel tests of a machine with a GPU need neither Hypothesis nor the notebook tools, so it may lack them.
-_NEEDED_BY = {
-    "hypothesis": ["properties"],
-    "nbformat": ["test_notebook_runner.py", "test_runner_faults.py", "test_site.py", "test_untrusted_input.py"],
-}
+_NEEDED_BY = {"hypothesis": ["properties"], "nbformat": ["book"]}
 _MISSING = [tool for tool in _NEEDED_BY if importlib.util.find_spec(tool) is None]
 collect_ignore = [name for tool in _MISSING for name in _NEEDED_BY[tool]]
 

@@ -51,7 +51,7 @@ MUTANTS = (
         "to_log2 = scale * LOG2_E",
         "to_log2 = scale * scale * LOG2_E",
         "1.26",
-        "test_attention.py::test_scale_and_softcap[triton-{'softmax_scale': 1.7}]",
+        "core/test_attention.py::test_scale_and_softcap[triton-{'softmax_scale': 1.7}]",
     ),
     Mutant(
         "lse left in base 2",
@@ -59,7 +59,7 @@ MUTANTS = (
         "tl.log2(tl.where(empty, 1.0, b_sum))) * LN_2)",
         "tl.log2(tl.where(empty, 1.0, b_sum))))",
         "1.2",
-        "test_attention.py::test_repeated_keys_add_ln_2[triton]",
+        "core/test_attention.py::test_repeated_keys_add_ln_2[triton]",
     ),
     Mutant(
         "< for <= in the causal comparison",
@@ -67,7 +67,7 @@ MUTANTS = (
         "o_n[None, :] <= i_pos[:, None] + right",
         "o_n[None, :] < i_pos[:, None] + right",
         "1.26",
-        "test_attention.py::test_causal_is_aligned_to_the_bottom_right[triton]",
+        "core/test_attention.py::test_causal_is_aligned_to_the_bottom_right[triton]",
     ),
     Mutant(
         "causal mask aligned to the top left",
@@ -75,7 +75,7 @@ MUTANTS = (
         "i_pos = i_q + K - Q",
         "i_pos = i_q",
         "1.26",
-        "test_attention.py::test_causal_is_aligned_to_the_bottom_right[triton]",
+        "core/test_attention.py::test_causal_is_aligned_to_the_bottom_right[triton]",
     ),
     Mutant(
         "window one key short",
@@ -83,7 +83,7 @@ MUTANTS = (
         "o_n[None, :] >= i_pos[:, None] - left",
         "o_n[None, :] > i_pos[:, None] - left",
         "4.18",
-        "test_attention.py::test_minus_one_is_no_window[triton]",
+        "core/test_attention.py::test_minus_one_is_no_window[triton]",
     ),
     Mutant(
         "output never rescaled to the new maximum",
@@ -91,7 +91,7 @@ MUTANTS = (
         "b_acc = b_acc * keep[:, None]",
         "b_acc = b_acc * 1.0",
         "1.26",
-        "test_attention.py::test_shifted_scores_shift_only_the_lse[triton-full-300.0]",
+        "core/test_attention.py::test_shifted_scores_shift_only_the_lse[triton-full-300.0]",
     ),
     Mutant(
         "output accumulated in half precision",
@@ -99,7 +99,7 @@ MUTANTS = (
         "b_acc = b_acc * keep[:, None]",
         "b_acc = (b_acc * keep[:, None]).to(tl.float16).to(tl.float32)",
         "1.26",
-        "test_attention.py::test_float32_products_are_float32[triton]",
+        "core/test_attention.py::test_float32_products_are_float32[triton]",
     ),
     Mutant(
         "tiles of the tree's tail skip the mask",
@@ -107,7 +107,7 @@ MUTANTS = (
         "all_hi = K - tail",
         "all_hi = K",
         "4.23",
-        "test_attention.py::test_tree_begins_anywhere_in_a_tile[triton-30]",
+        "core/test_attention.py::test_tree_begins_anywhere_in_a_tile[triton-30]",
     ),
     Mutant(
         "one key too many on the last page",
@@ -115,7 +115,7 @@ MUTANTS = (
         "m_n = (o_n >= lo) & (o_n < hi)",
         "m_n = (o_n >= lo) & (o_n <= hi)",
         "1.2",
-        "test_attention.py::test_padding_rows_are_empty_and_harmless[triton]",
+        "core/test_attention.py::test_padding_rows_are_empty_and_harmless[triton]",
     ),
     Mutant(
         "query heads dealt to KV heads modulo instead of in groups",
@@ -123,7 +123,7 @@ MUTANTS = (
         "i_h = (i_kv * GROUP + o_m % GROUP).to(tl.int64)",
         "i_h = (i_kv + o_m % GROUP * tl.num_programs(1)).to(tl.int64)",
         "1.26",
-        "test_attention.py::test_query_heads_share_their_key_head[triton-(6, 2)]",
+        "core/test_attention.py::test_query_heads_share_their_key_head[triton-(6, 2)]",
     ),
     Mutant(
         "splits too short to reach the last keys",
@@ -131,7 +131,7 @@ MUTANTS = (
         "share = (t_hi - t_lo + num_splits - 1) // num_splits",
         "share = (t_hi - t_lo) // num_splits",
         "1.30",
-        "test_attention.py::test_number_of_splits_does_not_matter[triton-full-2]",
+        "core/test_attention.py::test_number_of_splits_does_not_matter[triton-full-2]",
     ),
     Mutant(
         "lse of a row without keys 0 instead of -inf",
@@ -139,7 +139,7 @@ MUTANTS = (
         "b_lse = tl.where(empty, NEG_INF,",
         "b_lse = tl.where(empty, 0.0,",
         "2.5-branch-triton",
-        "test_attention.py::test_padding_rows_are_empty_and_harmless[triton]",
+        "core/test_attention.py::test_padding_rows_are_empty_and_harmless[triton]",
     ),
     Mutant(
         "reads counted in whole tiles",
@@ -147,7 +147,7 @@ MUTANTS = (
         "loaded = tl.minimum(hi, t_hi * BLOCK_N) - tl.maximum(lo, t_lo * BLOCK_N)",
         "loaded = t_hi * BLOCK_N - t_lo * BLOCK_N",
         "2.14",
-        "test_attention.py::test_read_counter_matches_the_recorder[triton-1-full]",
+        "core/test_attention.py::test_read_counter_matches_the_recorder[triton-1-full]",
     ),
     # the merge
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = (
         "w_b = tl.exp(b_lseb - shift)",
         "w_b = tl.exp(b_lseb + shift)",
         "1.2",
-        "test_states.py::test_exponentials_are_shifted[triton-100.0]",
+        "core/test_states.py::test_exponentials_are_shifted[triton-100.0]",
     ),
     Mutant(
         "merged lse in base 2",
@@ -164,7 +164,7 @@ MUTANTS = (
         "b_max + tl.log(tl.where(empty, 1.0, b_sum))",
         "b_max + tl.log2(tl.where(empty, 1.0, b_sum))",
         "1.3",
-        "test_states.py::test_lse_base_is_natural[triton]",
+        "core/test_states.py::test_lse_base_is_natural[triton]",
     ),
     Mutant(
         "last split dropped",
@@ -172,7 +172,7 @@ MUTANTS = (
         "for _ in range(S):",
         "for _ in range(S - 1):",
         "1.13",
-        "test_states.py::test_order_and_grouping_do_not_matter[triton]",
+        "core/test_states.py::test_order_and_grouping_do_not_matter[triton]",
     ),
     Mutant(
         "states absorbed before not rescaled",
@@ -180,7 +180,7 @@ MUTANTS = (
         "return b_acc * keep[:, None] + b_o",
         "return b_acc + b_o",
         "1.13",
-        "test_states.py::test_order_and_grouping_do_not_matter[triton]",
+        "core/test_states.py::test_order_and_grouping_do_not_matter[triton]",
     ),
     Mutant(
         "output of an empty side loaded",
@@ -188,7 +188,7 @@ MUTANTS = (
         "mask=(b_lse != NEG_INF)[:, None] & m_d",
         "mask=m_row[:, None] & m_d",
         "1.11",
-        "test_states.py::test_empty_side_is_neutral[triton-nan--inf]",
+        "core/test_states.py::test_empty_side_is_neutral[triton-nan--inf]",
     ),
     Mutant(
         "+inf taken for a weight instead of for no keys",
@@ -196,7 +196,7 @@ MUTANTS = (
         "b_lse = tl.where(b_lse == POS_INF, NEG_INF, b_lse)",
         "b_lse = tl.where(b_lse == POS_INF, POS_INF, b_lse)",
         "1.11",
-        "test_states.py::test_positive_infinity_means_no_keys[triton]",
+        "core/test_states.py::test_positive_infinity_means_no_keys[triton]",
     ),
     Mutant(
         "exponentials not shifted",
@@ -204,7 +204,7 @@ MUTANTS = (
         "shift = torch.where(peak == -math.inf, 0.0, peak)",
         "shift = torch.zeros_like(peak)",
         "1.11",
-        "test_states.py::test_exponentials_are_shifted[torch-100.0]",
+        "core/test_states.py::test_exponentials_are_shifted[torch-100.0]",
     ),
     # the torch backend
     Mutant(
@@ -213,7 +213,7 @@ MUTANTS = (
         "and key a + y.\n        first = i0 + self.keys - self.rows",
         "and key a + y.\n        first = i0",
         "1.26",
-        "test_attention.py::test_causal_is_aligned_to_the_bottom_right[torch]",
+        "core/test_attention.py::test_causal_is_aligned_to_the_bottom_right[torch]",
     ),
     Mutant(
         "torch: output never rescaled to the new maximum",
@@ -221,7 +221,7 @@ MUTANTS = (
         "acc.mul_(decay).baddbmm_(p, block.v)",
         "acc.baddbmm_(p, block.v)",
         "1.46",
-        "test_torch_backend.py::test_every_length_around_a_block_edge[7-33]",
+        "core/test_torch_backend.py::test_every_length_around_a_block_edge[7-33]",
     ),
     Mutant(
         "torch: tree bits one key late",
@@ -229,7 +229,7 @@ MUTANTS = (
         "bit = torch.arange(a, b, device=like.device) - (self.keys - self.tail)",
         "bit = torch.arange(a, b, device=like.device) - (self.keys - self.tail) - 1",
         "4.23",
-        "test_attention.py::test_node_sees_ancestors_and_itself[torch]",
+        "core/test_attention.py::test_node_sees_ancestors_and_itself[torch]",
     ),
     # trees and tables
     Mutant(
@@ -238,7 +238,7 @@ MUTANTS = (
         "return seen[:, :-1]",
         "return seen[:, :-1] | (np.asarray(self.parents)[:, None] == np.asarray(self.parents))",
         "2.1",
-        "test_drafts.py::test_node_sees_its_ancestors_and_itself_but_no_sibling_or_cousin",
+        "core/test_drafts.py::test_node_sees_its_ancestors_and_itself_but_no_sibling_or_cousin",
     ),
     Mutant(
         "positions by storage order",
@@ -246,7 +246,7 @@ MUTANTS = (
         "return prefix_len - 1 + torch.from_numpy(self._path_lens)",
         "return prefix_len + torch.arange(self.size)",
         "2.2",
-        "test_drafts.py::test_children_stand_below_their_parents_wherever_they_are_stored",
+        "core/test_drafts.py::test_children_stand_below_their_parents_wherever_they_are_stored",
     ),
     Mutant(
         "a page too many for a length of whole pages",
@@ -254,7 +254,7 @@ MUTANTS = (
         "return (length + page_size - 1) // page_size",
         "return length // page_size + 1",
         "2.35",
-        "test_paging.py::test_pages_needed[8-4-2]",
+        "core/test_paging.py::test_pages_needed[8-4-2]",
     ),
     # the ledgers
     Mutant(
@@ -263,7 +263,7 @@ MUTANTS = (
         "kv_tokens=int(shape.keys.sum())",
         "kv_tokens=int(paging.pages_needed(shape.keys, level.page_size).sum())",
         "2.3",
-        "test_levels.py::test_the_worked_numbers[1000-3-4012-1012]",
+        "core/test_levels.py::test_the_worked_numbers[1000-3-4012-1012]",
     ),
     Mutant(
         "ledger: a slot counted each time it is read",
@@ -271,7 +271,7 @@ MUTANTS = (
         "kv_tokens_unique=_size(*_united(starts, ends))",
         "kv_tokens_unique=sum(x.kv_tokens for x in parts)",
         "2.35",
-        "test_levels.py::test_distinct_slots_of_levels_inside_each_other",
+        "core/test_levels.py::test_distinct_slots_of_levels_inside_each_other",
     ),
     Mutant(
         "ledger: a causal row does not count itself",
@@ -279,7 +279,7 @@ MUTANTS = (
         "seen * keys - seen * (seen - 1) // 2",
         "seen * keys - seen * (seen + 1) // 2",
         "3.16",
-        "test_prefix.py::test_a_hit_moves_pairs_and_leaves_reads",
+        "core/test_prefix.py::test_a_hit_moves_pairs_and_leaves_reads",
     ),
     Mutant(
         "ledger: every draft pair counted, visible or not",
@@ -287,7 +287,7 @@ MUTANTS = (
         "(bits & within).sum(dtype=np.int64)",
         "within.sum(dtype=np.int64)",
         "2.6-branch",
-        "test_levels.py::test_tree_levels_count_only_set_bits_of_the_tail",
+        "core/test_levels.py::test_tree_levels_count_only_set_bits_of_the_tail",
     ),
     Mutant(
         "ledger: row tiles without the group",
@@ -295,7 +295,7 @@ MUTANTS = (
         "tiles = -(-self.rows * group // block_m)",
         "tiles = -(-self.rows // block_m)",
         "2.14",
-        "test_levels.py::test_ledger_of_causal_levels_against_brute_force[False-5-heads1]",
+        "core/test_levels.py::test_ledger_of_causal_levels_against_brute_force[False-5-heads1]",
     ),
     Mutant(
         "first suffix key in both levels",
@@ -303,7 +303,7 @@ MUTANTS = (
         'Level(rows, page_table, cached, page_size, name="rectangle"',
         'Level(rows, page_table, cached + 1, page_size, name="rectangle"',
         "3.15",
-        "test_prefix.py::test_a_hit_moves_pairs_and_leaves_reads",
+        "core/test_prefix.py::test_a_hit_moves_pairs_and_leaves_reads",
     ),
     # geometry
     Mutant(
@@ -312,7 +312,7 @@ MUTANTS = (
         "return 1 - Fraction(triangle(int(hit)), triangle(int(n)))",
         "return 1 - Fraction(triangle(int(hit) - 1), triangle(int(n)))",
         "3.6",
-        "test_prefix.py::test_limit_is_reached_like_one_over_n",
+        "core/test_prefix.py::test_limit_is_reached_like_one_over_n",
     ),
     Mutant(
         "a row does not see itself",
@@ -320,7 +320,7 @@ MUTANTS = (
         "return n * (n + 1) // 2",
         "return n * (n - 1) // 2",
         "3.2",
-        "test_prefix.py::test_the_eight_by_eight_triangle_cut_at_four",
+        "core/test_prefix.py::test_the_eight_by_eight_triangle_cut_at_four",
     ),
     Mutant(
         "band of a window one key narrow",
@@ -328,7 +328,7 @@ MUTANTS = (
         "triangle(head) + (n - head) * cap",
         "triangle(head) + (n - head) * (cap - 1)",
         "4.2",
-        "test_regions.py::test_visible_and_total_equal_the_mask_written_out[SlidingWindow(w=64)]",
+        "core/test_regions.py::test_visible_and_total_equal_the_mask_written_out[SlidingWindow(w=64)]",
     ),
     Mutant(
         "layers of a mix counted alike",
@@ -336,7 +336,7 @@ MUTANTS = (
         "sum(weight * region._total(n) for weight, region in self.parts)",
         "sum(region._total(n) for weight, region in self.parts)",
         "4.24",
-        "test_regions.py::test_mixture_is_the_weighted_sum",
+        "core/test_regions.py::test_mixture_is_the_weighted_sum",
     ),
     Mutant(
         "a prompt found whole leaves nothing to compute",
@@ -344,7 +344,7 @@ MUTANTS = (
         "hit = min(cached_tokens, n - 1) // page_size * page_size",
         "hit = min(cached_tokens, n) // page_size * page_size",
         "3.54",
-        "test_prefix.py::test_effective_hit_always_leaves_a_token_and_whole_pages",
+        "core/test_prefix.py::test_effective_hit_always_leaves_a_token_and_whole_pages",
     ),
     Mutant(
         "key tiles rounded down at the diagonal",
@@ -352,7 +352,7 @@ MUTANTS = (
         "hit * group + block_m + unit - 1, unit)",
         "hit * group + block_m, unit)",
         "3.21",
-        "test_prefix.py::test_executed_tiles_equal_a_walk_over_row_tiles[None]",
+        "core/test_prefix.py::test_executed_tiles_equal_a_walk_over_row_tiles[None]",
     ),
     Mutant(
         "the interaction bucket scaled as linear",
@@ -360,7 +360,7 @@ MUTANTS = (
         '{"interaction": float(remaining(n, hit))',
         '{"interaction": float(linear_remaining(n, hit))',
         "3.37",
-        "test_prefix.py::test_breakdown_is_scaled_bucket_by_bucket",
+        "core/test_prefix.py::test_breakdown_is_scaled_bucket_by_bucket",
     ),
     Mutant(
         "a kernel that only masks passes for calibrated",
@@ -368,7 +368,7 @@ MUTANTS = (
         "holds = fitted.cv_error <= case.tolerance and abs(ratio - law) <= case.tolerance",
         "holds = fitted.cv_error <= case.tolerance",
         "3.46",
-        "test_prefix.py::test_uncalibrated_kernels_fail_with_what_they_do_instead",
+        "core/test_prefix.py::test_uncalibrated_kernels_fail_with_what_they_do_instead",
     ),
     Mutant(
         "half of the prefix left out of a chunk's cost",
@@ -376,7 +376,7 @@ MUTANTS = (
         '"triangle": lambda L, x: 2 * L * x + x * x',
         '"triangle": lambda L, x: L * x + x * x',
         "3.46",
-        "test_calibration.py::test_features_by_hand",
+        "core/test_calibration.py::test_features_by_hand",
     ),
     # traces
     Mutant(
@@ -385,7 +385,7 @@ MUTANTS = (
         "hit_squares += sum(x * x for x in hit)",
         "hit_squares += sum(hit) ** 2 // len(hit)",
         "5.13",
-        "test_traces.py::test_what_is_left_is_the_sum_over_requests[pairs0]",
+        "core/test_traces.py::test_what_is_left_is_the_sum_over_requests[pairs0]",
     ),
     Mutant(
         "mean over requests for the ratio of sums",
@@ -393,7 +393,7 @@ MUTANTS = (
         "token_hit, request_hit = hits / tokens, math.fsum(ratios) / requests",
         "token_hit, request_hit = math.fsum(ratios) / requests, math.fsum(ratios) / requests",
         "5.14",
-        "test_traces.py::test_weightings_are_told_apart",
+        "core/test_traces.py::test_weightings_are_told_apart",
     ),
     Mutant(
         "a request hits the blocks it brings",
@@ -401,7 +401,7 @@ MUTANTS = (
         "found = cache.leading(ids)\n",
         "cache.insert(ids, 0)\n            found = cache.leading(ids)\n",
         "5.11",
-        "test_traces.py::test_a_request_never_hits_its_own_blocks",
+        "core/test_traces.py::test_a_request_never_hits_its_own_blocks",
     ),
     # work shared out to ranks
     Mutant(
@@ -410,7 +410,7 @@ MUTANTS = (
         "(slices[r], slices[-1 - r])",
         "(slices[r], slices[world_size + r])",
         "6.24",
-        "test_sharding.py::test_zigzag_slices_hold_the_same_area[3]",
+        "core/test_sharding.py::test_zigzag_slices_hold_the_same_area[3]",
     ),
     Mutant(
         "a merge's way back left out of the bytes sent",
@@ -418,6 +418,6 @@ MUTANTS = (
         '"exchange": (n - own) * full + (W - 1) * own * back}',
         '"exchange": (n - own) * full}',
         "6.18",
-        "test_distributed.py::test_fewest_bytes_and_then_fewest_steps",
+        "core/test_distributed.py::test_fewest_bytes_and_then_fewest_steps",
     ),
 )

@@ -113,12 +113,12 @@ def run_marked_tests(folder: Path) -> str | None:
 
     Without pytest, or away from a checkout, there is nothing to run.
     """
-    marked = sorted(path for path in folder.glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
+    marked = sorted(path for path in folder.rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
     if not marked or importlib.util.find_spec("pytest") is None:
         return None
     # without the project's settings, which ask for a recent pytest; the marker is then unknown, which only warns
     options = ["-q", "-x", "-m", "gpu", "-c", os.devnull, "--rootdir", str(folder.parent), "-p", "no:cacheprovider"]
-    deselected = ["--deselect", "tests/test_gpu.py::test_compiled_kernels_equal_the_oracle"]
+    deselected = ["--deselect", "tests/core/test_gpu.py::test_compiled_kernels_equal_the_oracle"]
     command = [sys.executable, "-m", "pytest", *options, *deselected, *map(str, marked)]
     done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True)
     if done.returncode in (0, _NO_TESTS_COLLECTED):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from cascade_lab import DraftTree, Level, VerifyBatch, runtime
 from tests.cases import AttentionCase, attention_case, int32, tree_mask
 from tests.properties.budget import FUZZING
+from tests.verify import VerifyCase, verify_case
 
 CPU = torch.device("cpu")
 LAYOUTS = ("packed", "heads first", "interleaved", "padded")
@@ -234,4 +235,22 @@ def verifications(
         value_dim=draw(st.sampled_from(dims)),
         seed=draw(seeds),
         shuffled=draw(st.booleans()),
+    )
+
+
+def filled(drawn: Verification, device="cpu", dtype: torch.dtype = torch.float32) -> VerifyCase:
+    """The drawn verification with tensors: slots, caches and queries."""
+    return verify_case(
+        drawn.prefix_lens,
+        drawn.forests,
+        rows=drawn.rows,
+        page=drawn.page,
+        shared=drawn.shared,
+        heads=drawn.heads,
+        dim=drawn.dim,
+        value_dim=drawn.value_dim,
+        dtype=dtype,
+        device=device,
+        seed=drawn.seed,
+        page_table=drawn.table(),
     )

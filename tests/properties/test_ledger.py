@@ -13,8 +13,7 @@ from cascade_lab.drafts import PLANS
 from cascade_lab.evidence.reference import visible_keys
 from tests.cases import run
 from tests.properties.budget import cases
-from tests.properties.strategies import Batch, batches, needs_triton, verifications, watched
-from tests.properties.test_plans import filled
+from tests.properties.strategies import Batch, batches, filled, needs_triton, verifications, watched
 from tests.verify import run_levels
 
 LEVEL_RULES = ("all keys", "causal", "tree", "tails")

@@ -13,31 +13,14 @@ from cascade_lab import cascade_attention, ledger, runtime
 from cascade_lab.drafts import PLANS
 from cascade_lab.evidence.reference import assert_state_close
 from tests.properties.budget import cases
-from tests.properties.strategies import Verification, needs_triton, verifications, watched
-from tests.verify import VerifyCase, path_to, row_ends, run_levels, verify_case
+from tests.properties.strategies import Verification, filled, needs_triton, verifications, watched
+from tests.verify import path_to, row_ends, run_levels
 
 scorings = st.fixed_dictionaries(
     {},
     optional={"softmax_scale": st.sampled_from([0.0, 0.3, -1.0]), "softcap": st.sampled_from([0.5, 20.0])},
 )
 launches = st.fixed_dictionaries({}, optional={"num_splits": st.sampled_from([1, 2, 5])})
-
-
-def filled(drawn: Verification, device="cpu", dtype: torch.dtype = torch.float32) -> VerifyCase:
-    return verify_case(
-        drawn.prefix_lens,
-        drawn.forests,
-        rows=drawn.rows,
-        page=drawn.page,
-        shared=drawn.shared,
-        heads=drawn.heads,
-        dim=drawn.dim,
-        value_dim=drawn.value_dim,
-        dtype=dtype,
-        device=device,
-        seed=drawn.seed,
-        page_table=drawn.table(),
-    )
 
 
 def check_plans(drawn: Verification, backend: str, dtype: torch.dtype, scoring: dict, launch: dict, loads=None) -> None:

@@ -131,7 +131,7 @@ def test_samples_may_be_an_array_or_an_iterator():
     assert calibrate(np.array(data)) == calibrate(iter(data)) == calibrate(data)
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data" / "aic"
 
 

@@ -26,7 +26,7 @@ from tests import rank_programs
 from tests.cases import bytes_of, int32, offsets, random
 from tests.rank_programs import EXCHANGES, GOOD, GRADIENTS, MERGES, MOVED, RING_CASES, RINGS, VERIFIES, MergeCase
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 MARK = "CASCADE_LAB_TEST_RANKS"
 LOST = r"rank \d of \d lost another rank, or waited too long for it: "
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")

@@ -24,16 +24,10 @@ from cascade_lab import cli
 from cascade_lab.book import canonical, execution, runner
 from cascade_lab.evidence.claims import MIME
 from cascade_lab.files import Stopped, as_exceptions, held_back
-from tests.test_notebook_runner import PARAMETERS, code, write
+from tests.notebook_cases import CLAIM, FIELDS, PARAMETERS, code, write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are looked for in /proc")
 
-# A claim as the package shows it, without the second that importing the package takes in a kernel.
-FIELDS = {"statement": "rows arrive", "instrument": "derived", "expected": "3", "measured": "3", "verdict": "holds"}
-CLAIM = (
-    "from IPython.display import display\n"
-    f"display({{{MIME!r}: {{'id': '1.1', **{FIELDS!r}}}, 'text/plain': 'claim'}}, raw=True)"
-)
 REACHED = "import os, pathlib, time\n_ = pathlib.Path(os.environ['REACHED']).write_text(str(os.getpid()))\n"
 NO_NAMESPACE, LAST_GOOD = 77, "the last good one"
 FORKS = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import papermill
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_output
 from nbformat.v4.rwbase import split_lines
 
 from cascade_lab.book import canonical, runner
@@ -22,30 +22,9 @@ from cascade_lab.book.parameters import NotebookError, bind, read_parameters
 from cascade_lab.book.refusals import check_runnable
 from cascade_lab.evidence.claims import MIME
 from cascade_lab.files import UsageError
+from tests.notebook_cases import PARAMETERS, code, write
 
 CLAIM = "from cascade_lab.evidence.claims import claim\n"
-PARAMETERS = "rows: int = 3  # query rows\nscale: float = 0.5\nnames: list[str] = ['a']"
-
-
-def code(source, *tags, outputs=(), count=None):
-    cell = new_code_cell(source, outputs=list(outputs), execution_count=count)
-    if tags:
-        cell.metadata["tags"] = list(tags)
-    return cell
-
-
-def write(folder, name, *cells, parameters=PARAMETERS, metadata=None):
-    folder.mkdir(parents=True, exist_ok=True)
-    head = [new_markdown_cell("# A title")]
-    if parameters is not None:
-        head.append(code(parameters, "parameters"))
-    notebook = new_notebook(cells=[*head, *(code(c) if isinstance(c, str) else c for c in cells)])
-    for number, cell in enumerate(notebook.cells):
-        cell["id"] = f"cell-{number}"
-    notebook.metadata.update(metadata or {})
-    path = folder / f"{name}.ipynb"
-    path.write_text(nbformat.writes(notebook), encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from cascade_lab.evidence import ranks as ranks_module
 from cascade_lab.evidence.claims import AtLeast, AtMost, claim
 from cascade_lab.evidence.ranks import Ranks, bytes_sent, run_ranks
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ assert main(["bench", "--plot", "smoke.json", "--output", "pictures"]) == 0
 
 @needs_triton
 def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", SMOKE_WITHOUT_NOTEBOOK_TOOLS]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ import torch
 from cascade_lab import runtime
 from cascade_lab.backends.triton.config import tiles
 
-SOURCES = sorted((Path(__file__).resolve().parents[1] / "cascade_lab" / "backends" / "triton").glob("*.py"))
+SOURCES = sorted((Path(__file__).resolve().parents[2] / "cascade_lab" / "backends" / "triton").glob("*.py"))
 # in the interpreter and in the compiler from Triton 3.6 to 3.9
 KNOWN = {
     *("abs", "arange", "atomic_add", "constexpr", "dot", "exp", "exp2", "full", "load", "log", "log2", "max"),

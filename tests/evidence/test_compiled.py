@@ -9,7 +9,7 @@ from cascade_lab import runtime
 from cascade_lab.cli import main
 from cascade_lab.evidence import compiled
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Triton is not installed")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 # Stands for every Python: notes its calls, makes a copy of itself as .venv/bin/python, installs nothing.
 STAND_IN = """#!/bin/sh
 case "$*" in

@@ -17,7 +17,7 @@ from cascade_lab.book.execution import load
 from cascade_lab.book.parameters import read_parameters
 from cascade_lab.evidence.claims import gather
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 FOLDER = CHECKOUT / "notebooks"
 # For each notebook, named sets of values; a set names only what it changes.
 PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {

@@ -14,7 +14,7 @@ import torch
 from cascade_lab import runtime
 from tests.cases import attention_case, int32, run
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 ATTEMPT = """
 import torch

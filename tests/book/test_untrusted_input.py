@@ -29,8 +29,7 @@ from cascade_lab.evidence import recorded
 from cascade_lab.evidence.claims import MIME, format_table, gather
 from cascade_lab.files import ForeignFileError, UsageError, one_line, read_json
 from cascade_lab.traces import TraceError, read_hits_csv, read_mooncake, read_trace
-from tests.test_notebook_runner import PARAMETERS, code, write
-from tests.test_runner_faults import CLAIM, FIELDS
+from tests.notebook_cases import CLAIM, FIELDS, PARAMETERS, code, write
 
 PACKAGE = Path(cascade_lab.__file__).parent
 LINE = b'{"timestamp": 3000, "input_length": 1000, "output_length": 5, "hash_ids": [7, 8]}'

@@ -14,7 +14,7 @@ import pytest
 
 import cascade_lab
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(CHECKOUT.glob("*.md"))
 BLOCKS = [
     (path.name, language, text)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 CATALOGUE = (TESTS / "known_faults.md").read_text(encoding="utf-8")
 FAULTS = {
     f"K{n}"
@@ -141,5 +141,5 @@ def test_tests_are_found_with_their_docstrings_and_helpers_are_not():
     source = 'def test_a():\n    """K1: yes."""\n\n\ndef helper():\n    """K2"""\n\n\ndef test_b(x):\n    return 1\n'
     assert docstrings(source, "test_x.py") == {"test_x.py::test_a": "K1: yes.", "test_x.py::test_b": ""}
     found = all_docstrings()
-    assert found["test_states.py::test_two_empty_states_are_empty"].startswith("K1: ")
+    assert found["core/test_states.py::test_two_empty_states_are_empty"].startswith("K1: ")
     assert any(name.startswith("properties/") for name in found)

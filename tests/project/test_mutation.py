@@ -118,7 +118,7 @@ def test_a_mutation_that_hits_no_place_or_two_is_an_error(tmp_path):
 
 
 def test_a_trial_tells_a_failed_test_from_one_that_is_not_there(trials, original):
-    found = trials.tests(original, ["tests/test_states.py::test_that_nobody_wrote"])
+    found = trials.tests(original, ["tests/core/test_states.py::test_that_nobody_wrote"])
     assert found == Outcome((), "pytest ended with 4")
 
 

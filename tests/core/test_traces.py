@@ -30,7 +30,7 @@ from cascade_lab.traces import (
     write_mooncake,
 )
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LLAMA = MODELS["Llama-3.1-8B"]
 LINE = '{"timestamp": 3000, "input_length": 1000, "output_length": 5, "hash_ids": [7, 8]}'
 SMALL = [(1000, 0), (100, 90), (7, 6), (1, 0), (4096, 4095), (513, 512), (300, 150)]

@@ -27,7 +27,7 @@ from cascade_lab.book.parameters import NotebookError
 from cascade_lab.evidence.claims import MIME, gather
 from cascade_lab.files import UsageError
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 NOTEBOOKS = {path.stem: path for path in sorted((CHECKOUT / "notebooks").glob("*.ipynb"))}
 

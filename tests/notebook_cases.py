@@ -1,0 +1,37 @@
+"""Small notebooks for tests: cells, a file with a parameters cell, and a claim that no kernel has to import."""
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from cascade_lab.evidence.claims import MIME
+
+PARAMETERS = "rows: int = 3  # query rows\nscale: float = 0.5\nnames: list[str] = ['a']"
+# A claim as the package shows it, without the second that importing the package takes in a kernel.
+FIELDS = {"statement": "rows arrive", "instrument": "derived", "expected": "3", "measured": "3", "verdict": "holds"}
+CLAIM = (
+    "from IPython.display import display\n"
+    f"display({{{MIME!r}: {{'id': '1.1', **{FIELDS!r}}}, 'text/plain': 'claim'}}, raw=True)"
+)
+
+
+def code(source, *tags, outputs=(), count=None):
+    """A code cell with these tags."""
+    cell = new_code_cell(source, outputs=list(outputs), execution_count=count)
+    if tags:
+        cell.metadata["tags"] = list(tags)
+    return cell
+
+
+def write(folder, name, *cells, parameters=PARAMETERS, metadata=None):
+    """A notebook file of a title, a parameters cell unless that is None, and these cells, texts being code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = [new_markdown_cell("# A title")]
+    if parameters is not None:
+        head.append(code(parameters, "parameters"))
+    notebook = new_notebook(cells=[*head, *(code(c) if isinstance(c, str) else c for c in cells)])
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number}"
+    notebook.metadata.update(metadata or {})
+    path = folder / f"{name}.ipynb"
+    path.write_text(nbformat.writes(notebook), encoding="utf-8")
+    return path
