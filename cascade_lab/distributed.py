@@ -19,12 +19,10 @@ of the output. With mode "scatter" that half falls away. For two ranks whose out
 
 from __future__ import annotations
 
-import contextlib
-import struct
+import json
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -32,11 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cascade_lab import paging, runtime
+from cascade_lab import _wire, paging, runtime
 from cascade_lab.attention import check_heads
 from cascade_lab.levels import Level, cascade_attention, check_at_least, check_plan
 from cascade_lab.sharding import (
-    TOKEN_LAYOUTS,
     Shard,
     check_counted_once,
     check_rank,
@@ -48,22 +45,14 @@ from cascade_lab.sharding import (
 )
 from cascade_lab.states import OUT_DTYPES, State, check_state, merge_state, merge_states
 
-try:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-except ImportError as error:
-    raise ImportError("cascade_lab.distributed needs a torch that is built with torch.distributed") from error
-
 MODES = ("all", "scatter")
 ALGORITHMS = ("auto", "gather", "reduce", "exchange")
 WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-CALLS = ("merge_across_ranks", "sharded_attention", "ring_attention")
-# numbers that a rank tells the others of its arguments, zeros included: one size, whatever the call
-SAID = 24
-# of messages that nobody sends; gloo picks one of its devices by tag modulo their number, here that of tag 0
-UNUSED_TAG = 720720
-
-# torch 2.13 renamed it and warns about the old name
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# bytes in which a rank tells the others of its arguments, blanks included: one size, whatever the call
+_MESSAGE_BYTES = 512
+# letters of one argument, so that all of a call find room
+_VALUE_LETTERS = 64
+_MERGE = "merge_across_ranks"
 
 
 def merge_across_ranks(
@@ -104,7 +93,7 @@ def merge_across_ranks(
 
     Under torch.compile a call is one operator.
     """
-    return _merge(lambda: state, "merge_across_ranks", group, mode, algorithm, wire_dtype, out_dtype, backend)
+    return _merge(lambda: state, _MERGE, group, mode, algorithm, wire_dtype, out_dtype, backend)
 
 
 def merge_bytes(
@@ -235,7 +224,7 @@ def sharded_attention(
             if not isinstance(level, Level):
                 raise TypeError(f"levels[{i}]: expected a Level, given {type(level).__name__}")
         shared = check_replicated(replicated, len(levels))
-        rank, world_size = _place(group)
+        rank, world_size = _wire.place(group)
         return [deal_level(level, rank, world_size) if i in shared else level for i, level in enumerate(levels)]
 
     def attend() -> State:
@@ -298,12 +287,12 @@ def ring_attention(
     """
     where = "ring_attention"
 
-    def check() -> dict[str, int]:
+    def check() -> dict[str, object]:
         for name, x, heads in (("q", q, "H_q, D"), ("k", k, "H_kv, D"), ("v", v, "H_kv, D_v")):
             runtime.check_is_tensor(name, x)
             if x.dim() != 3 or not x.is_contiguous():
                 raise ValueError(f"{name}: expected a contiguous [T, {heads}], given {tuple(x.shape)}, {x.stride()}")
-        rank, world_size = _place(group)
+        rank, world_size = _wire.place(group)
         held = held_tokens(prompt_lens, world_size, layout)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if len(x) != held[rank]:
@@ -320,34 +309,35 @@ def ring_attention(
         _attend_to(q[:0], k, v, [level], out, softmax_scale, softcap, num_splits, reads, backend)
         scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
         return {
-            "dtype": _code(q.dtype),
+            "dtype": q.dtype,
             "H_q": q.shape[1],
             "D": q.shape[2],
             "H_kv": k.shape[1],
             "D_v": v.shape[2],
-            "layout": TOKEN_LAYOUTS.index(layout),
-            "prompt_lens": zlib.crc32(repr([int(n) for n in prompt_lens]).encode()),
-            "softmax_scale": _bits(scale),
-            "softcap": _bits(softcap),
+            "layout": layout,
+            "prompt_lens": [int(n) for n in prompt_lens],
+            "softmax_scale": float(scale),
+            "softcap": float(softcap),
         }
 
     _agree(check, group, where)
-    rank, world_size = _place(group)
+    rank, world_size = _wire.place(group)
     held = held_tokens(prompt_lens, world_size, layout)
     wide = torch.promote_types(torch.float32, q.dtype)
     state = None
-    with _others_released(group):
+    with _wire.others_released(group):
         for step in range(world_size):
             holder = (rank - step) % world_size
-            with _over_the_wire(where, group):
-                arriving = _pass_on(k, v, held[holder - 1], group) if step + 1 < world_size else None
+            if step + 1 < world_size:
+                taken = [x.new_empty((held[holder - 1], *x.shape[1:])) for x in (k, v)]
+                arrive = _wire.pass_on((k, v), taken, group, where)
             levels = ring_levels(prompt_lens, rank, holder, world_size, layout)
             if levels or state is None:
                 part = _attend_to(q, k, v, levels, wide, softmax_scale, softcap, num_splits, reads, backend)
                 state = part if state is None else merge_state(*state, *part, backend=backend)
-            if arriving is not None:
-                with _over_the_wire(where, group):
-                    k, v = arriving()
+            if step + 1 < world_size:
+                arrive()
+                k, v = taken
     return State(state.o.to(q.dtype if out_dtype is None else out_dtype), state.lse)
 
 
@@ -376,23 +366,6 @@ def _on(level: Level, device: torch.device) -> Level:
     return Level(**(vars(level) | moved))
 
 
-def _pass_on(k: Tensor, v: Tensor, tokens: int, group):
-    """Start to send the keys at hand to the next rank and to take `tokens` of the one before; call to wait for them."""
-    rank, world_size = _place(group)
-    follower, leader = (dist.get_global_rank(group or dist.group.WORLD, r % world_size) for r in (rank + 1, rank - 1))
-    taken = [x.new_empty((tokens, *x.shape[1:])) for x in (k, v)]
-    moves = [dist.P2POp(dist.isend, x, follower, group) for x in (k, v) if len(x)]
-    moves += [dist.P2POp(dist.irecv, x, leader, group) for x in taken if tokens]
-    works = dist.batch_isend_irecv(moves) if moves else []
-
-    def wait() -> list[Tensor]:
-        for work in works:
-            work.wait()
-        return taken
-
-    return wait
-
-
 def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, backend, **numbers: float) -> State:
     """Make this rank's state, agree with the others, merge; an error of one rank is raised by all.
 
@@ -400,7 +373,7 @@ def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, back
     """
     made: list[tuple[State, torch.dtype, torch.dtype, str]] = []
 
-    def check() -> dict[str, int]:
+    def check() -> dict[str, object]:
         state = make()
         if not isinstance(state, (tuple, list)) or len(state) != 2:
             raise TypeError(f"state: expected State(o, lse), given {type(state).__name__}")
@@ -411,11 +384,11 @@ def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, back
                 f"state: expected no float64 with backend='triton', given o {o.dtype}, lse {lse.dtype}, "
                 f"wire_dtype {wire}, out_dtype {out}"
             )
-        codes = {"dtype of o": _code(o.dtype), "dtype of lse": _code(lse.dtype)}
-        codes |= {"wire_dtype": _code(wire), "out_dtype": _code(out), "mode": MODES.index(mode)}
-        codes |= {"algorithm": ALGORITHMS.index(chosen)}
-        codes |= {"requires_grad": torch.is_grad_enabled() and (o.requires_grad or lse.requires_grad)}
-        return dict(zip("THD", o.shape, strict=True)) | codes | {name: _bits(x) for name, x in numbers.items()}
+        said = dict(zip("THD", o.shape, strict=True))
+        said |= {"dtype of o": o.dtype, "dtype of lse": lse.dtype, "wire_dtype": wire, "out_dtype": out}
+        said |= {"mode": mode, "algorithm": chosen}
+        said |= {"requires_grad": torch.is_grad_enabled() and (o.requires_grad or lse.requires_grad)}
+        return said | {name: float(x) for name, x in numbers.items()}
 
     _agree(check, group, where)
     (o, lse), wire, out, chosen = made[0]
@@ -440,7 +413,7 @@ def _check_options(state: State, group, mode, algorithm, wire_dtype, out_dtype) 
     for name, dtype, known in (("wire_dtype", wire_dtype, WIRE_DTYPES), ("out_dtype", out_dtype, OUT_DTYPES)):
         if dtype not in known:
             raise TypeError(f"{name}: expected one of {known}, given {dtype}")
-    (T, H, D), world_size = o.shape, _place(group)[1]
+    (T, H, D), world_size = o.shape, _wire.place(group)[1]
     sent = _merge_bytes(T, H, D, world_size, mode, wire_dtype, out_dtype, lse.dtype)
     if algorithm == "auto":
         for name in sent:  # the first of equals has fewest steps; a compiler cannot trace min() over its own sizes
@@ -461,7 +434,7 @@ def _check_scatter(H: int, world_size: int) -> None:
 def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, group, where: str, backend: str) -> None:
     rectangles = np.zeros((0, 5), np.int64)
 
-    def describe() -> dict[str, int]:
+    def describe() -> dict[str, object]:
         nonlocal rectangles
         own = plan()
         k_cache, page_ids = local_cache.k_cache, local_cache.page_ids
@@ -489,17 +462,17 @@ def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, g
             "number of levels": len(own),
             "page size": page_size,
             "H_kv": num_kv_heads,
-            "replicated": sum(1 << i for i in replicated if i < 63),
+            "replicated": [int(i) for i in sorted(replicated)],
             "replicated levels": _digest([levels[i] for i in sorted(replicated)], page_ids, page_size),
         }
 
     _agree(describe, group, where)
-    rank, world_size = _place(group)
-    check_counted_once(_gather_rows(np.insert(rectangles, 5, rank, axis=1), world_size, group, where))
+    rank, _ = _wire.place(group)
+    check_counted_once(_wire.gather_rows(np.insert(rectangles, 5, rank, axis=1), group, where))
 
 
-def _digest(levels: Sequence[Level], page_ids: Tensor, page_size: int) -> int:
-    """A number that changes with the levels' rows, the slots of the whole cache that they read, and their masks."""
+def _digest(levels: Sequence[Level], page_ids: Tensor, page_size: int) -> str:
+    """A text that changes with the levels' rows, the slots of the whole cache that they read, and their masks."""
     told = key_rectangles(levels, page_ids, page_size).tobytes()
     for level in levels:
         told += repr(level.causal).encode()
@@ -508,143 +481,53 @@ def _digest(levels: Sequence[Level], page_ids: Tensor, page_size: int) -> int:
             if x is not None:
                 runtime.check_is_tensor(name, x)
                 told += x.cpu().numpy().tobytes()
-    return zlib.crc32(told)
+    return f"digest {zlib.crc32(told):08x}"
 
 
-def _gather_rows(rows: np.ndarray, world_size: int, group, where: str) -> np.ndarray:
-    """`[n, k]` int64 rows of all ranks, n different on each, one below the other."""
-    device = _wire_device(group)
-    with _over_the_wire(where, group):
-        counts = torch.empty(world_size, dtype=torch.int64, device=device)
-        _all_gather_flat(counts, torch.tensor([len(rows)], device=device), group=group)
-        most = int(counts.max())
-        padded = torch.zeros((most, rows.shape[1]), dtype=torch.int64, device=device)
-        padded[: len(rows)] = torch.from_numpy(rows).to(device)
-        gathered = torch.empty((world_size * most, rows.shape[1]), dtype=torch.int64, device=device)
-        if most:
-            _all_gather_flat(gathered, padded, group=group)
-    parts = gathered.view(world_size, most, rows.shape[1]).cpu().numpy()
-    return np.concatenate([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
+def _agree(check: Callable[[], dict[str, object]], group, where: str) -> None:
+    """Run `check` on every rank and compare the named values that it returns.
 
-
-def _agree(check, group, where: str) -> None:
-    """Run `check` on every rank and compare what it says, a few named integers.
-
-    A rank that refuses its arguments says so before it raises, so that the others raise too instead of waiting.
+    They travel as a JSON object of their texts, null from a rank that refuses its arguments: it says so before it
+    raises, so that the others raise too instead of waiting.
     """
     if not runtime.checks_enabled():
         check()
         return
-    rank, world_size = _place(group)
+    rank, world_size = _wire.place(group)
     try:
-        said, problem = {"call": CALLS.index(where)} | check(), None
+        said = {name: _text(value) for name, value in ({"call": where} | check()).items()}
+        problem = None
     except Exception as error:
-        said, problem = {}, error
+        said, problem = None, error
     if world_size > 1:
-        device = _wire_device(group)
-        own = torch.tensor([problem is not None, *said.values()], dtype=torch.int64)
-        # one size for all, whatever a rank has to say
-        vector = torch.nn.functional.pad(own, (0, SAID - len(own))).to(device)
-        everyone = torch.empty((world_size, SAID), dtype=torch.int64, device=device)
-        _swap([[vector]] * world_size, [[x] for x in everyone], rank, group or dist.group.WORLD, where)
+        message = bytearray(json.dumps(said).encode().ljust(_MESSAGE_BYTES))
+        own = torch.frombuffer(message, dtype=torch.uint8).to(_wire.device_of(group))
+        told = own.new_empty((world_size, _MESSAGE_BYTES))
+        _wire.swap([[own]] * world_size, [[x] for x in told], group or dist.group.WORLD, where)
     if problem is not None:
         raise problem
     if world_size == 1:
         return
-    others = everyone.tolist()
-    for r, (refused, *_) in enumerate(others):
-        if refused:
+    everyone = [json.loads(bytes(x)) for x in told.tolist()]
+    for r, theirs in enumerate(everyone):
+        if theirs is None:
             raise ValueError(f"{where}: rank {r} refused its arguments, its own error says why (this is rank {rank})")
-    for r, (_, *values) in enumerate(others):
-        for name, mine, theirs in zip(said, said.values(), values, strict=False):
-            if mine != theirs:
+    for r, theirs in enumerate(everyone):
+        for name, value in said.items():
+            if value != theirs[name]:  # the call itself comes first, and tells which names follow
                 raise ValueError(
-                    f"{where}: expected the same {name} on all ranks, given {_spell(name, mine)} on rank {rank} and "
-                    f"{_spell(name, theirs)} on rank {r}"
+                    f"{where}: expected the same {name} on all ranks, given {value} on rank {rank} and "
+                    f"{theirs[name]} on rank {r}"
                 )
 
 
-def _spell(name: str, value: int) -> str:
-    known = {"call": CALLS, "mode": MODES, "algorithm": ALGORITHMS, "layout": TOKEN_LAYOUTS}
-    if "dtype" in name:
-        return str(OUT_DTYPES[value])
-    if name in known:
-        return repr(known[name][value])
-    if name in ("softmax_scale", "softcap"):
-        return str(struct.unpack("<d", struct.pack("<q", value))[0])
-    if name == "replicated":
-        return str([i for i in range(63) if value >> i & 1])
-    if name == "requires_grad":
-        return str(bool(value))
-    return f"digest {value:08x}" if name in ("prompt_lens", "replicated levels") else str(value)
-
-
-def _bits(x: float) -> int:
-    """The float64 as an integer."""
-    return struct.unpack("<q", struct.pack("<d", x))[0]
-
-
-def _code(dtype: torch.dtype) -> int:
-    return OUT_DTYPES.index(dtype)
-
-
-def _place(group) -> tuple[int, int]:
-    """(rank in the group, number of ranks)."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("group: expected a process group, but torch.distributed.init_process_group was not called")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("group: expected one that this rank belongs to, given another")
-    return rank, dist.get_world_size(group)
-
-
-def _wire_device(group) -> torch.device:
-    on_cpu = "nccl" not in _backends(group) or "gloo" in _backends(group)
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-def _backends(group) -> str:
-    """Device and backend names, as "cpu:gloo,cuda:nccl"; a group made without a name has no other."""
-    return str(dist.get_backend_config(group))
-
-
-@contextlib.contextmanager
-def _over_the_wire(where: str, group) -> Iterator[None]:
-    """Say in one line that a rank was lost, whatever the transport calls it."""
-    try:
-        yield
-    except RuntimeError as error:
-        rank, world_size = _place(group)
-        # without the place in gloo's source and its advice
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        _hang_up(group)
-        raise RuntimeError(
-            f"{where}: rank {rank} of {world_size} lost another rank, or waited too long for it: {reason}"
-        ) from error
-
-
-@contextlib.contextmanager
-def _others_released(group) -> Iterator[None]:
-    """If this rank fails between two messages, for whatever reason, nobody goes on waiting for the second."""
-    try:
-        yield
-    except BaseException:
-        _hang_up(group)
-        raise
-
-
-def _hang_up(group) -> None:
-    """Close this rank's connections of a group that lost a rank, so that those who wait for this one end too.
-
-    In a ring, not everybody hears from the rank that is gone. NCCL tells all by itself; gloo closes the connections of
-    a group when a wait is over time, and only then.
-    """
-    if "gloo" not in _backends(group):
-        return
-    rank, world_size = _place(group)
-    for peer in (r for r in range(world_size) if r != rank):
-        with contextlib.suppress(RuntimeError):
-            dist.irecv(torch.empty(1), group=group, tag=UNUSED_TAG, group_src=peer).wait(timedelta(milliseconds=1))
+def _text(value: object) -> str:
+    """The value in `_VALUE_LETTERS` letters at most; of a longer one the start, and a digest of it all."""
+    text = repr(value)
+    if len(text) <= _VALUE_LETTERS:
+        return text
+    end = f"... (digest {zlib.crc32(text.encode()):08x})"
+    return text[: _VALUE_LETTERS - len(end)] + end
 
 
 def _merge_over_group(
@@ -657,15 +540,15 @@ def _merge_over_group(
     out_dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    group = _resolve_process_group(group_name)
-    rank, W = _place(group)
+    group = _wire.group_of_name(group_name)
+    rank, W = _wire.place(group)
     T, H, D = o.shape
     o, lse = o.detach(), lse.detach()
     if o.numel() == 0 or W == 1:
         heads = H // W if mode == "scatter" else H
         alone = merge_states(o[:, None, :heads], lse[:, None, :heads], out_dtype=out_dtype, backend=backend)
         return alone.o, alone.lse
-    with _others_released(group):
+    with _wire.others_released(group):
         if algorithm == "reduce":
             return _reduce(o, lse, group, wire_dtype, out_dtype)
         o = o.to(wire_dtype)
@@ -687,48 +570,20 @@ def _exchange(o: Tensor, lse: Tensor, rank: int, group, out_dtype: torch.dtype, 
     # parts and result have one size, and the parts are read before the result arrives
     room = [x.new_empty((max(n, W * (stop - start)), *x.shape[1:])) for x in (o, lse)]
     parts = [x[: W * (stop - start)].unflatten(0, (W, stop - start)) for x in room]
-    _swap([(o[i:j], lse[i:j]) for i, j in bounds], zip(*parts, strict=True), rank, group)
+    _wire.swap([(o[i:j], lse[i:j]) for i, j in bounds], zip(*parts, strict=True), group, _MERGE)
     own = _merge_parts(*parts, (stop - start,), out_dtype, backend)
     if out_dtype != o.dtype:
         room[0] = o.new_empty((n, o.shape[1]), dtype=out_dtype)
     whole = [x[:n] for x in room]
-    _swap([own] * W, [[x[i:j] for x in whole] for i, j in bounds], rank, group)
+    _wire.swap([own] * W, [[x[i:j] for x in whole] for i, j in bounds], group, _MERGE)
     return whole[0], whole[1]
 
 
 def _parts_of_all(leaving, rank: int, group) -> list[Tensor]:
-    """What `_swap` brings, stacked: o `[W, ..., D]` and lse `[W, ...]`."""
+    """What `_wire.swap` brings, stacked: o `[W, ..., D]` and lse `[W, ...]`."""
     stacked = [x.new_empty((len(leaving), *x.shape)) for x in leaving[rank]]
-    _swap(leaving, zip(*stacked, strict=True), rank, group)
+    _wire.swap(leaving, zip(*stacked, strict=True), group, _MERGE)
     return stacked
-
-
-def _swap(
-    leaving: Iterable[Sequence[Tensor]],
-    arriving: Iterable[Sequence[Tensor]],
-    rank: int,
-    group,
-    where: str = "merge_across_ranks",
-) -> None:
-    """Send the tensors leaving[r] to rank r and fill arriving[r] with what it sends here.
-
-    All pairs are started at once; gloo's own all-gather is a ring of W - 1 dependent steps.
-    """
-    leaving, arriving = list(leaving), list(arriving)
-    W = len(leaving)
-    order = [((rank - step) % W, (rank + step) % W) for step in range(1, W)]
-    peers = dist.get_process_group_ranks(group)
-    moves = []
-    for source, target in order:
-        moves += [dist.P2POp(dist.irecv, x, peers[source], group) for x in arriving[source] if x.numel()]
-        moves += [dist.P2POp(dist.isend, x, peers[target], group) for x in leaving[target] if x.numel()]
-    with _over_the_wire(where, group):
-        works = dist.batch_isend_irecv(moves) if moves else []
-    for mine, kept in zip(arriving[rank], leaving[rank], strict=True):
-        mine.copy_(kept)
-    with _over_the_wire(where, group):
-        for work in works:
-            work.wait()
 
 
 def _merge_parts(
@@ -746,20 +601,15 @@ def _reduce(o, lse, group, wire_dtype, out_dtype) -> tuple[Tensor, Tensor]:
     lse = torch.where(lse == torch.inf, -torch.inf, lse).contiguous()
     # a maximum may lose a NaN on the way, a sum does not
     peak = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    _all_reduce(peak, group, dist.ReduceOp.MAX)
+    _wire.all_reduce(peak, group, _MERGE, dist.ReduceOp.MAX)
     shift = torch.where(peak == -torch.inf, 0.0, peak)
     weight = torch.exp(lse - shift)
     total = weight.clone()
-    _all_reduce(total, group)
+    _wire.all_reduce(total, group, _MERGE)
     share = (weight / torch.where(total == 0, 1.0, total)).to(wire_dtype)
     o = torch.where((lse == -torch.inf)[..., None], 0.0, o.to(wire_dtype)).mul_(share[..., None]).contiguous()
-    _all_reduce(o, group)
+    _wire.all_reduce(o, group, _MERGE)
     return o.to(out_dtype), shift + total.log()
-
-
-def _all_reduce(x: Tensor, group, op: dist.ReduceOp = dist.ReduceOp.SUM) -> None:
-    with _over_the_wire("merge_across_ranks", group):
-        dist.all_reduce(x, op, group=group)
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -780,20 +630,17 @@ def _merge_over_group_backward(
     o_s: Tensor, lse_s: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, grad_lse: Tensor, group_name: str, mode: str
 ) -> tuple[Tensor, Tensor]:
     """With p = e^(lse_s - lse): do_s = p do, dlse_s = p (do . o_s + c), where c = dlse - do . o."""
-    group = _resolve_process_group(group_name)
+    group = _wire.group_of_name(group_name)
     W = dist.get_world_size(group)
     wide = torch.promote_types(lse_s.dtype, torch.promote_types(o_s.dtype, torch.float32))
     grad_o, grad_lse, lse = grad_o.to(wide), grad_lse.to(wide), lse.to(wide)
     terms = torch.cat((grad_o, (grad_lse - (grad_o * o.to(wide)).sum(-1))[..., None]), dim=-1)
     if W > 1 and mode == "all":
         terms = terms.contiguous()
-        _all_reduce(terms, group)
+        _wire.all_reduce(terms, group, _MERGE)
     elif W > 1:
         own = torch.cat((terms, lse[..., None]), dim=-1).contiguous()
-        parts = own.new_empty((W, *own.shape))
-        with _over_the_wire("merge_across_ranks", group):
-            _all_gather_flat(parts.view(-1), own.view(-1), group=group)
-        whole = parts.transpose(0, 1).flatten(1, 2)
+        whole = _wire.all_gather(own, group, _MERGE).transpose(0, 1).flatten(1, 2)
         terms, lse = whole[..., :-1], whole[..., -1]
     empty = lse_s.isinf()
     p = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, lse_s.to(wide) - lse)))
@@ -824,7 +671,7 @@ _merge_backward_op = torch.library.custom_op(
 def _(o, lse, group_name, mode, algorithm, wire_dtype, out_dtype, backend):
     T, H, D = o.shape
     if mode == "scatter":
-        H = H // dist.get_world_size(_resolve_process_group(group_name))
+        H = H // dist.get_world_size(_wire.group_of_name(group_name))
     return o.new_empty((T, H, D), dtype=out_dtype), lse.new_empty((T, H))
 
 

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of `distributed`, under torchrun: inputs made from seeds, results saved by rank.
+"""What each rank runs in the tests of `distributed`: inputs made from seeds, results saved by rank.
 
 Nothing is judged here. The tests make the same inputs again and hold what the ranks saved to one process's answer.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cascade_lab import Level, State, distributed, runtime
+from cascade_lab import Level, State, _wire, distributed, runtime
 from cascade_lab.distributed import LocalCache, merge_across_ranks, ring_attention, sharded_attention
 from cascade_lab.evidence.ranks import bytes_sent
 from cascade_lab.sharding import PAGE_LAYOUTS, TOKEN_LAYOUTS, held_rows, held_tokens, shard_levels
@@ -465,6 +465,7 @@ def _sharded_refusals(rank: int, world_size: int) -> dict[str, Callable]:
     fine = replace(prefix, page_table=_halved(prefix.page_table), page_size=2)
     heads = LocalCache(*(torch.cat((x, x), 2) for x in (cache.k_cache, cache.v_cache)), cache.page_ids)
     shorter = replace(draft, cache_seqlens=draft.cache_seqlens.clamp(max=1))
+    nobody = replace(draft, cache_seqlens=torch.zeros_like(draft.cache_seqlens))
     rows = replace(draft, cu_seqlens_q=torch.cat((draft.cu_seqlens_q[:1], draft.cu_seqlens_q[:-1])))
     return {
         "number of levels": call((prefix,), replicated=()),
@@ -473,6 +474,9 @@ def _sharded_refusals(rank: int, world_size: int) -> dict[str, Callable]:
         "replicated": call(replicated=(0, 1)),
         "replicated levels": call((prefix, shorter)),
         "causal: replicated levels": call((prefix, replace(draft, causal=True))),
+        "many: replicated": lambda: sharded_attention(
+            case.q, cache, [prefix, draft, *[nobody] * 70], replicated=[*range(1, 66), 69 if odd else 67]
+        ),
         "mask: replicated levels": lambda: sharded_attention(
             case.q, whole, [replace(fused, tree_mask=sibling) if odd else fused], replicated=[0]
         ),
@@ -520,6 +524,7 @@ def _ring_refusals(rank: int, world_size: int) -> dict[str, Callable]:
     return {
         "good": call(),
         "prompt_lens": call(prompts=prompts[::-1]),
+        "many: prompt_lens": lambda: ring_attention(q, k, v, [0] * 500 + (prompts[::-1] if odd else prompts)),
         "layout": call(layout="contiguous"),
         "dtype": call(*(x.double() for x in (q, k, v))),
         "H_q": call(q=q[:, :2].contiguous()),
@@ -561,11 +566,11 @@ def late(rank: int, world_size: int) -> dict:
     return {"ended": ended, "seconds": seconds, "o": merged.o, "lse": merged.lse}
 
 
-def deaths(rank: int, world_size: int, note: Callable[[str, object], None]) -> None:
-    """Ranks 3, 2 and 1 die in turn: in the middle of a ring, in the middle of a merge, and before a call."""
+def deaths(rank: int, note: Callable[[str, object], None]) -> None:
+    """Of four, ranks 3, 2 and 1 die in turn: in the middle of a ring, in the middle of a merge, and before a call."""
     four, three, two = dist.new_group(), dist.new_group([0, 1, 2]), dist.new_group([0, 1])
-    state = own_state(MERGES["auto"], rank, world_size)
-    mine = held_rows([80], rank, world_size)
+    state = own_state(MERGES["auto"], rank, 4)
+    mine = held_rows([80], rank, 4)
     q, k, v = (random(len(mine), 2, 16, seed=seed) for seed in (1, 2, 3))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others when one died; they have more to say
     dist.barrier()
@@ -577,7 +582,7 @@ def deaths(rank: int, world_size: int, note: Callable[[str, object], None]) -> N
 
     if rank == 3:
         # it has taken and handed on one share of the keys, and owes the next to rank 0
-        distributed._pass_on = _killed_on_second(distributed._pass_on)
+        _wire.pass_on = _killed_on_second(_wire.pass_on)
     lose("ring", lambda: ring_attention(q, k, v, [80], group=four))
     note("merge of three", tuple(merge_across_ranks(state, three)))
     if rank == 2:
@@ -602,33 +607,29 @@ def _killed_on_second(call: Callable) -> Callable:
     return wrapped
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    # four ranks leave the choice of the backend to torch
-    backend = "gloo" if os.environ["WORLD_SIZE"] == "2" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+def run_all(folder: Path) -> None:
+    """Every program in turn over the default group; what this rank found goes to a file of its number."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     programs = [merges, groups, gradients, attentions, rings, moved, refusals, late]
     if world_size == 2:
         programs.append(compiled)
-    found = {}
-    for program in programs:
-        started = time.process_time()
-        found[program.__name__] = program(rank, world_size)
-        print(f"rank {rank}: {program.__name__} took {time.process_time() - started:.2f} s", flush=True)
-    torch.save(found, folder / f"{rank}.pt")
-    if world_size == 4:
-        last: dict[str, object] = {}
+    torch.save({program.__name__: program(rank, world_size) for program in programs}, folder / f"{rank}.pt")
 
-        def note(name: str, value: object) -> None:
-            last[name] = value
-            torch.save(last, folder / f"unfinished.{rank}")
-            os.replace(folder / f"unfinished.{rank}", folder / f"last.{rank}.pt")
 
-        deaths(rank, world_size, note)
-        os._exit(0)  # nobody is left to close connections with
-    dist.barrier()
-    dist.destroy_process_group()
+def main(folder: Path) -> None:
+    """All programs, and then the deaths, on a rank that torchrun started."""
+    torch.set_num_threads(1)
+    dist.init_process_group(timeout=timedelta(seconds=120))  # the choice of the backend is left to torch
+    run_all(folder)
+    rank, last = dist.get_rank(), {}
+
+    def note(name: str, value: object) -> None:
+        last[name] = value
+        torch.save(last, folder / f"unfinished.{rank}")
+        os.replace(folder / f"unfinished.{rank}", folder / f"last.{rank}.pt")
+
+    deaths(rank, note)
+    os._exit(0)  # nobody is left to close connections with
 
 
 if __name__ == "__main__":
