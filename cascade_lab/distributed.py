@@ -111,7 +111,7 @@ def merge_bytes(
     """Payload bytes that a rank sends to merge `[T, H, D]` states, by algorithm, those with fewer steps first.
 
     Exact; ranks differ only where W does not divide T H, and an all-reduce counts as a ring of 2 (W - 1) equal steps.
-    Transport headers and the few numbers by which ranks compare their arguments are not counted.
+    Transport headers and the 512 bytes by which ranks compare their arguments are not counted.
 
     Raises:
         TypeError, ValueError: a size that is no number of states, a rank outside the group, an unknown mode, or
