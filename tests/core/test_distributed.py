@@ -31,6 +31,7 @@ from cascade_lab.evidence.reference import Reference, assert_state_close, attent
 from cascade_lab.sharding import TOKEN_LAYOUTS, held_rows, ring_ledgers, sharded_ledgers
 from tests import rank_programs
 from tests.cases import bytes_of, int32, offsets, random
+from tests.limits import HANGS_LONG_S, HANGS_S
 from tests.rank_programs import EXCHANGES, GOOD, GRADIENTS, MERGES, MOVED, RING_CASES, RINGS, VERIFIES, MergeCase
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -105,7 +106,7 @@ def four(tmp_path_factory) -> Launch:
             start_new_session=True,
         )
         try:
-            process.wait(300)
+            process.wait(HANGS_LONG_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -125,7 +126,7 @@ def load(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
-def marked(mark: str, patience: float = 10) -> list[int]:
+def marked(mark: str, patience: float = HANGS_S) -> list[int]:
     """Processes that carry the mark in their environment, once those that are ending have ended."""
     deadline = time.monotonic() + patience
     while True:
@@ -618,7 +619,7 @@ def test_a_rank_that_never_comes_ends_the_others_in_time(ranks):
     found = [x["late"] for x in ranks.found]
     assert all(lost(x["ended"]) for x in found)
     # the timeout of their group is 4 s, that of the default group 120 s; who gives up first takes the others along
-    assert 3.5 < max(x["seconds"] for x in found) < 30
+    assert 3.5 < max(x["seconds"] for x in found) < 100
     expected = merge_oracle(*rank_programs.states(MERGES["auto"], ranks.world_size))
     assert same_bits([state_of(x) for x in found])
     assert_state_close(state_of(found[0]), expected, atol=0.02, nan_rows=expected.lse.isnan())
@@ -631,7 +632,8 @@ def test_a_rank_that_dies_ends_the_others_in_time(four, name, alive):
         assert (name in last) == (rank < alive)
         if rank < alive:
             assert lost(last[name]["ended"])
-            assert last[name]["seconds"] < 30
+            # they would wait 120 s for one who lives
+            assert last[name]["seconds"] < 100
 
 
 @pytest.mark.parametrize(("name", "alive"), [("merge of three", 3), ("merge of two", 2)])

@@ -13,6 +13,7 @@ import torch
 
 from cascade_lab import runtime
 from tests.cases import attention_case, int32, run
+from tests.limits import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -37,7 +38,7 @@ def child(code: str, **environment: str) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if name != runtime.SWITCH}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = inherited | NO_GPU | {"PYTHONPATH": os.pathsep.join(paths)} | environment
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANGS_S)
 
 
 def output_of(code: str, **environment: str) -> str:

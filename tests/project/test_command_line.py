@@ -10,6 +10,7 @@ import pytest
 
 import cascade_lab
 from cascade_lab import cli
+from tests.limits import HANGS_S
 
 CHECKOUT = Path(cascade_lab.__file__).resolve().parents[1]
 COMMANDS = ("run", "refresh", "check", "claims", "bench", "trace")
@@ -56,7 +57,7 @@ def run_module(*arguments, cwd, **environment):
         env=os.environ | {"PYTHONPATH": str(CHECKOUT)} | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
     )
 
 
@@ -157,7 +158,7 @@ def test_without_notebook_tools_only_what_needs_them_fails(arguments, status, pl
         env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
     )
     assert found.returncode == status, found.stderr
     assert "Traceback" not in found.stderr

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Stands for every Python: notes its calls, makes a copy of itself as .venv/bin/python, installs nothing.
 STAND_IN = """#!/bin/sh
@@ -34,7 +36,7 @@ def make(tmp_path):
         calls.write_text("")
         variables = os.environ | {"CALLS": str(calls), "MAKEFLAGS": ""} | environment
         command = ["make", "-C", str(call.place), *targets, f"PYTHON={python}"]
-        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S)
         return done.returncode, calls.read_text().splitlines()
 
     call.place = place
