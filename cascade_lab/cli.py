@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: cascade-lab trace conversation_trace.jsonl --capacity 3000000 --json report.json",
     )
     trace_report.add_arguments(trace)
-    trace.set_defaults(carry_out=trace_report.run)
+    trace.set_defaults(carry_out=trace_report.carry_out)
     return parser
 
 

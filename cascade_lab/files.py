@@ -251,6 +251,15 @@ def put_in_place(contents: Mapping[Path, bytes], then: Callable[[], object] | No
                 fresh.unlink(missing_ok=True)
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """All of it or nothing; a link leads to its file, and a pipe or device takes it as it comes."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+    else:
+        put_in_place({path: content})
+
+
 @contextlib.contextmanager
 def _handled_by(handler: object) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():

@@ -8,7 +8,8 @@ again, and f its share of busy multiprocessors,
 
 where q are queries and outputs, reread is the bandwidth of the L2 cache if the repeated reads find it warm, else that
 of memory, and one program on one multiprocessor is assumed to draw that multiprocessor's share of all rates. This is a
-roofline, good for the sign of a decision and poor for its microseconds; `PUBLISHED` says where even the sign is wrong.
+roofline, good for the sign of a decision and poor for its microseconds; beside published measurements even the sign is
+wrong in places (notebook 02).
 """
 
 from __future__ import annotations
@@ -239,6 +240,41 @@ def break_even_prefix(
     return high
 
 
+def predict_branches(
+    prefix_len: int,
+    topk: int,
+    steps: int,
+    batch: int,
+    *,
+    device_model: DeviceModel,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    rows: str = "branch",
+    launches: Mapping[str, int] | None = None,
+) -> dict[str, Prediction]:
+    """The predictions of `should_cascade` for equal requests of disjoint branches, however many: no tree is built.
+
+    Args:
+        prefix_len: tokens of each request's own prefix.
+        topk, steps, batch, rows: as in `break_even_prefix`.
+        device_model and the other arguments: as in `should_cascade`.
+
+    Returns:
+        A Prediction per plan.
+
+    Raises:
+        ValueError: a negative prefix, no branch, step or request, other rows, or as in `should_cascade`.
+    """
+    for name, n, least in (("prefix_len", prefix_len, 0), ("topk", topk, 1), ("steps", steps, 1), ("batch", batch, 1)):
+        if n < least:
+            raise ValueError(f"{name}: expected a number >= {least}, given {n}")
+    heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
+    return _predict(_Shape.branches(prefix_len, topk, steps, batch, rows), device_model, heads, launches)
+
+
 @dataclass(frozen=True)
 class _Heads:
     """One layer's heads: query heads per KV head, KV heads, head dims and bytes per element."""
@@ -461,111 +497,6 @@ def calibrate(
         f"cache size: {cache}"
     )
     return DeviceModel(name, bandwidth, l2_bandwidth, l2_bytes, launch, rate, num_sms, source)
-
-
-@dataclass(frozen=True)
-class PublishedCase:
-    """Someone's measurement of plain against cascade attention over one shared prefix, and what it takes to model it.
-
-    Attributes:
-        source: where it was published.
-        device: the device, with the assumptions that its model needed.
-        prefix_len, branches, suffix_len: the shape; num_q_heads, num_kv_heads, head_dim: of one layer.
-        plain_us, cascade_us: as published; None where only the ratio was.
-        speedup: plain over cascade.
-        launches: kernels per call of each plan in that implementation.
-        wrong: empty where the model gets the sign right, else why it does not.
-    """
-
-    source: str
-    device: DeviceModel
-    prefix_len: int
-    branches: int
-    suffix_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    plain_us: float | None
-    cascade_us: float | None
-    speedup: float
-    launches: Mapping[str, int]
-    wrong: str = ""
-
-    def predicted_speedup(self) -> float:
-        """Plain over cascade by this module's model, 16-bit cache."""
-        heads = _Heads.check(self.num_q_heads, self.num_kv_heads, self.head_dim, None, torch.bfloat16)
-        shape = _Shape.branches(self.prefix_len, self.branches, self.suffix_len, 1, "branch")
-        by_plan = _predict(shape, self.device, heads, self.launches)
-        return by_plan["naive"].seconds / by_plan["cascade"].seconds
-
-
-L20 = DeviceModel(
-    "L20", 864e9, 2.5e12, 96 * _MiB, 12e-6, 119.5e12, 92,
-    "NVIDIA L20 datasheet: 864 GB/s, 119.5 TFLOPS dense bf16, 96 MB L2; assumptions: 92 SMs, L2 2.5 TB/s, launch 12 us "
-    "(the published cascade's floor of 84 us over 7 kernels)",
-)  # fmt: skip
-RTX_5070 = DeviceModel(
-    "RTX 5070", 672e9, 2.0e12, 48 * _MiB, 3.5e-6, 61.7e12, 48,
-    "NVIDIA RTX 5070 specifications: 672 GB/s, 48 SMs, 48 MB L2; assumptions: 61.7 TFLOPS dense bf16, "
-    "L2 2 TB/s and launch 3.5 us (from the published times of 16 branches over 32K and 8 over 1K)",
-)  # fmt: skip
-
-
-def _published() -> tuple[PublishedCase, ...]:
-    issue = "flashinfer-ai/flashinfer issue 595 (2024-11); device not stated, H100 assumed; 3 kernels against 1"
-    seven = {"naive": 1, "cascade": 7}
-    cases = [
-        PublishedCase(issue, H100, 4000, 8, 1, 8, kv, 128, plain, 26.0, plain / 26.0, {"naive": 1, "cascade": 3})
-        for kv, plain in ((1, 19.0), (8, 55.0))
-    ]
-    beams = "NVIDIA/TensorRT-LLM pull request 14396: FlashInfer on an L20, 128 beams, suffix 3, page 16"
-    no_faster = (
-        "the plain kernel loaded 0.7 TB/s, slower than this memory, where the model lets repeated reads run at the "
-        "rate of the L2 cache"
-    )
-    for length, plain, cascade in (
-        (128, 43, 84), (256, 199, 90), (512, 386, 91), (1024, 754, 90), (2048, 1494, 90), (4096, 2965, 93),
-    ):  # fmt: skip
-        cases.append(
-            PublishedCase(
-                beams,
-                L20,
-                length,
-                128,
-                3,
-                16,
-                8,
-                128,
-                plain,
-                cascade,
-                plain / cascade,
-                seven,
-                no_faster if length == 256 else "",
-            )  # fmt: skip
-        )
-    fork = "ForkAttention write-up (2026-09): FlashInfer on an RTX 5070, suffix 128, page 128, 7 kernels"
-    warm = "33.5 MB of prefix stay in the 48 MB cache from one timed call to the next; the model fetches them each time"
-    margin = "two readers in step cost the plain kernel less than the model's cache rate says; measured margin 6%"
-    for branches, length, plain, cascade, wrong in (
-        (2, 8192, 36.6, 33.7, warm), (2, 32768, 233, 247, margin), (8, 1024, 24.2, 27.5, ""), (8, 8192, 110, 58, ""),
-        (8, 32768, 445, 260, ""), (16, 32768, 1262, 272, ""), (16, 65536, 2508, 494, ""),
-    ):  # fmt: skip
-        cases.append(
-            PublishedCase(
-                fork, RTX_5070, length, branches, 128, 16, 4, 256, plain, cascade, plain / cascade, seven, wrong
-            )
-        )
-    blog = "FlashInfer blog on cascade inference (2024-02), read off a figure: H100 SXM, 32 heads, 256 requests"
-    for suffix, speedup in ((128, 15.0), (2048, 2.5)):
-        cases.append(
-            PublishedCase(blog, H100, 8192, 256, suffix, 32, 32, 128, None, None, speedup, {"naive": 1, "cascade": 3})
-        )
-    return tuple(cases)
-
-
-PUBLISHED = _published()
-"""Published measurements beside the model. One more is known and left out, because its shape was not published in
-full: with FlashAttention-3 the cascade lost at prefix 512 for every batch size (vLLM pull request 44397)."""
 
 
 def _size(n: int) -> str:

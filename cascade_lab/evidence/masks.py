@@ -68,7 +68,7 @@ def branches(region: Region, n: int, *, seed: int = 0) -> dict[str, np.ndarray]:
     raise TypeError(f"region: expected one with a mask of its own, given {region}")
 
 
-def visible_keys(region: Region, n: int, *, seed: int = 0) -> list[int]:
+def keys_seen(region: Region, n: int, *, seed: int = 0) -> list[int]:
     """Keys that each of the n rows sees, counted mark by mark over all branches."""
     return sum(mask.sum(1) for mask in branches(region, n, seed=seed).values()).tolist()
 

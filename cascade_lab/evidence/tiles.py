@@ -23,7 +23,7 @@ from cascade_lab.evidence import reads
 from cascade_lab.prefix import prefix_hit_levels
 
 PAGE_SIZE = 16
-HEAD_DIM = 16
+_HEAD_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Count:
+class TileCount:
     """What one launch did.
 
     Attributes:
@@ -56,7 +56,7 @@ class Count:
     keys: int
 
 
-def count(prefills: Sequence[Prefill]) -> list[Count] | None:
+def count(prefills: Sequence[Prefill]) -> list[TileCount] | None:
     """Run each prefill in Triton's interpreter and count; None where Triton is not installed.
 
     Where kernels are compiled, a child process interprets them.
@@ -64,17 +64,17 @@ def count(prefills: Sequence[Prefill]) -> list[Count] | None:
     if runtime.triton_mode() == "absent":
         return None
     if runtime.triton_mode() == "compiled":
-        return [Count(**found) for found in json.loads(_interpreted(json.dumps([asdict(p) for p in prefills])))]
-    return [_count(prefill) for prefill in prefills]
+        return [TileCount(**found) for found in json.loads(_interpreted(json.dumps([asdict(p) for p in prefills])))]
+    return [_count_one(prefill) for prefill in prefills]
 
 
-def _count(prefill: Prefill) -> Count:
+def _count_one(prefill: Prefill) -> TileCount:
     n, new, dtype = prefill.n, prefill.n - prefill.hit, getattr(torch, prefill.dtype)
     (level,) = prefix_hit_levels([n], [prefill.hit], PAGE_SIZE)
     gen = torch.Generator().manual_seed(0)
-    shape = (int(level.page_table.max()) + 1, PAGE_SIZE, prefill.num_kv_heads, HEAD_DIM)
+    shape = (int(level.page_table.max()) + 1, PAGE_SIZE, prefill.num_kv_heads, _HEAD_DIM)
     k, v = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
-    q = torch.zeros(new, prefill.num_q_heads, HEAD_DIM, dtype=dtype)
+    q = torch.zeros(new, prefill.num_q_heads, _HEAD_DIM, dtype=dtype)
     lengths, rows = level.cache_seqlens, level.cu_seqlens_q
     if prefill.skip:
         mask, rule = None, {"causal": True}
@@ -84,14 +84,14 @@ def _count(prefill: Prefill) -> Count:
     tensors = {"q": q, "k": k, "v": v, "table": level.page_table, "lengths": lengths, "rows": rows, "mask": mask}
     with reads.record_loads(**tensors) as record:
         state = attention(q, k, v, level.page_table, lengths, cu_seqlens_q=rows, **rule, num_splits=1, backend="triton")
-    # scores are [M, D] x [D, N] and outputs [M, N] x [N, D]; no tile has fewer keys than HEAD_DIM
+    # scores are [M, D] x [D, N] and outputs [M, N] x [N, D]; no tile has fewer keys than _HEAD_DIM
     ((block_m, block_n),) = {(m, max(columns, inner)) for m, columns, inner in record.dots}
-    return Count(
+    return TileCount(
         block_m=block_m,
         block_n=block_n,
         tiles=sum(record.dots.values()) // 2,
         pairs=int(state.lse.double().exp().round().sum()),
-        keys=record["k"].distinct_bytes // (HEAD_DIM * dtype.itemsize),
+        keys=record["k"].distinct_bytes // (_HEAD_DIM * dtype.itemsize),
     )
 
 

@@ -7,17 +7,30 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cascade_lab import paging
-from cascade_lab.pictures.style import SIZE, runs
+from cascade_lab.pictures.style import (
+    BLACK,
+    BLUE,
+    BOX,
+    GREY,
+    SERIES,
+    SIZE,
+    VERMILLION,
+    figure,
+    fill_cells,
+    panels,
+    runs,
+    style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cascade_lab.drafts import DraftTree
     from cascade_lab.evidence.reads import TensorRecord
+    from cascade_lab.evidence.recorded import PublishedCase
     from cascade_lab.levels import Ledger, Level
     from cascade_lab.rules import RuleRow
-    from cascade_lab.trigger import Decision, PublishedCase
-from cascade_lab.pictures.style import BLACK, BLUE, BOX, GREY, SERIES, VERMILLION, figure, fill_cells, panels, style
+    from cascade_lab.trigger import Decision
 
 
 def draft_tree(tree: DraftTree, prefix_len: int) -> tuple[Figure, dict[str, list]]:
@@ -118,7 +131,7 @@ def published_table(cases: Sequence[PublishedCase]) -> str:
     return "\n".join(lines)
 
 
-def rule_table(rows: Sequence[RuleRow]) -> str:
+def rule_answers_table(rows: Sequence[RuleRow]) -> str:
     """The engines' rules beside the model over batch, topk and L, as text."""
     lines = [f"{'batch':>5}{'topk':>6}{'L':>7}{'model':>7}{'speed-up':>10}{'SGLang':>8}{'vLLM':>6}  fastest plan"]
     for row in rows:
@@ -204,7 +217,7 @@ def read_ratio(
         right.axhline(topk, color=BLACK, linestyle=":", linewidth=1.2)
         right.text(prefix_lens[0], topk, f"limit topk = {topk}", va="bottom")
         heights = (0.35, 0.5, 0.65)
-        for S, cut, look, height in zip(other_steps, data["cuts"], SERIES.values(), heights, strict=True):
+        for S, cut, look, height in zip(other_steps, data["cuts"], SERIES[:3], heights, strict=True):
             right.plot(prefix_lens, cut, **look | {"marker": ""})
             near = min(range(len(cut)), key=lambda i: abs(cut[i] - 1 - height * (topk - 1)))
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
@@ -233,7 +246,7 @@ def break_even(
     with style():
         fig, ax = figure()
         shown = [length for lengths in data.values() for length in lengths if length is not None]
-        for (label, lengths), look in zip(data.items(), SERIES.values(), strict=False):
+        for (label, lengths), look in zip(data.items(), SERIES, strict=False):
             ax.plot(topks, [math.nan if n is None else max(n, 1) for n in lengths], **look)
             never = [k for k, n in zip(topks, lengths, strict=True) if n is None]
             ax.plot(never, [ceiling] * len(never), color=look["color"], marker="x", linestyle="")
@@ -263,7 +276,6 @@ def published_speedups(cases: Mapping[str, Sequence[tuple[str, float, float]]]) 
         The figure, and the cases as given.
     """
     data = {source: [tuple(case) for case in points] for source, points in cases.items()}
-    looks = [*SERIES.values(), {"color": BLACK, "marker": "D"}]
     with style():
         fig, ax = figure()
         ratios = [x for points in data.values() for case in points for x in case[1:]]
@@ -272,7 +284,7 @@ def published_speedups(cases: Mapping[str, Sequence[tuple[str, float, float]]]) 
         ax.text(high**0.55, high**0.55 * 1.25, "time falls as bytes do", ha="right", va="bottom")
         ax.axhspan(low, 1, facecolor="white", edgecolor="#BBBBBB", hatch="//", linewidth=0)
         ax.text(1.05, low * 1.3, "the cascade loses", va="bottom", backgroundcolor="white")
-        for (source, points), look in zip(data.items(), looks, strict=False):
+        for (source, points), look in zip(data.items(), SERIES, strict=False):
             x, y = [case[1] for case in points], [case[2] for case in points]
             ax.plot(x, y, **look | {"linestyle": ""}, label=source)
             for label, right, up in points:

@@ -1,7 +1,6 @@
 """Pictures of a recorded GPU run: one function per picture, each from the record alone.
 
-As in `figures`, a function returns the figure with the numbers behind it, so that a test judges numbers. Each picture
-names the device and the date of its record.
+Each picture names the device and the date of its record.
 """
 
 from __future__ import annotations
@@ -12,28 +11,16 @@ from typing import TYPE_CHECKING
 
 from cascade_lab import files
 from cascade_lab.files import UsageError
-from cascade_lab.pictures.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
+from cascade_lab.pictures.style import BLACK, BLUE, GREY, LAWS, SERIES, figure, save, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PLANS = {
-    "naive": {"color": VERMILLION, "linestyle": "-.", "marker": "^"},
-    "cascade": {"color": BLUE, "linestyle": "-", "marker": "o"},
-    "fused": {"color": GREEN, "linestyle": "--", "marker": "s"},
-}
-_SERIES = (
-    {"color": BLUE, "linestyle": "-", "marker": "o"},
-    {"color": VERMILLION, "linestyle": "--", "marker": "s"},
-    {"color": GREEN, "linestyle": "-.", "marker": "^"},
-    {"color": BLACK, "linestyle": ":", "marker": "D"},
-    {"color": PURPLE, "linestyle": "-", "marker": "v"},
-    {"color": ORANGE, "linestyle": "--", "marker": "*"},
-)
+_PLANS = {"naive": SERIES[2], "cascade": SERIES[0], "fused": SERIES[1]}
 
 
-def write(record: Path, folder: Path) -> list[Path]:
-    """Draw every picture that the record has numbers for, as gpu_NAME.svg and gpu_NAME.png in `folder`.
+def draw_record(record: Path, folder: Path) -> list[Path]:
+    """Draw every picture that the record has numbers for, as gpu_NAME.svg in `folder`.
 
     Raises:
         UsageError: a file that is no record of a GPU run.
@@ -45,14 +32,10 @@ def write(record: Path, folder: Path) -> list[Path]:
     sections = data.get("sections") if isinstance(data, dict) else None
     if not isinstance(sections, dict) or "ceilings" not in sections:
         raise UsageError(f"--plot: expected the record of a GPU run, given {record.as_posix()} without its sections")
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, fig in draw(data):
-        for kind, stamps in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
-            path = folder / f"gpu_{name}.{kind}"
-            with style():
-                fig.savefig(path, format=kind, metadata=stamps)
-            written.append(path)
+        written.append(folder / f"gpu_{name}.svg")
+        save(fig, written[-1])
         fig.clear()
     return written
 
@@ -62,7 +45,7 @@ def draw(record: Mapping) -> Iterator[tuple[str, Figure]]:
     pictures = {
         "verify_bandwidth": ("verify", verify_bandwidth),
         "verify_ratio": ("verify", verify_ratio),
-        "break_even": ("verify", break_even),
+        "break_even": ("verify", break_even_prefixes),
         "peers": ("peers", peers),
         "prefill_law": ("prefill", prefill_law),
         "prefill_rate": ("prefill", prefill_rate),
@@ -114,7 +97,7 @@ def verify_ratio(record: Mapping) -> tuple[Figure, dict[int, dict[int, tuple[flo
     with style():
         fig, ax = _figure(record, f"Naive over cascade, topk = {topk}, batch = {batch}, one row per {rows}")
         predicted: dict[int, float] = {}
-        for (group, points), line in zip(data.items(), _SERIES, strict=False):
+        for (group, points), line in zip(data.items(), LAWS, strict=False):
             ax.plot(list(points), [measured for measured, _ in points.values()], label=f"measured, G = {group}", **line)
             predicted |= {length: ratio for length, (_, ratio) in points.items()}
         lengths = sorted(predicted)
@@ -128,7 +111,7 @@ def verify_ratio(record: Mapping) -> tuple[Figure, dict[int, dict[int, tuple[flo
     return fig, data
 
 
-def break_even(record: Mapping) -> tuple[Figure, dict[tuple[int, int, int], tuple[float, float | None]]]:
+def break_even_prefixes(record: Mapping) -> tuple[Figure, dict[tuple[int, int, int], tuple[float, float | None]]]:
     """Measured break-even prefix of the cascade over the rows that share it, beside the trigger's prediction.
 
     Returns:
@@ -178,7 +161,7 @@ def peers(record: Mapping) -> tuple[Figure, dict[str, dict[str, float]]]:
         for i, found in enumerate(data.values()):
             for j, name in enumerate(kernels):
                 if name in found:
-                    line = _SERIES[j % len(_SERIES)]
+                    line = LAWS[j % len(LAWS)]
                     ax.plot(
                         found[name] * 1e6, i, linestyle="", marker="os^Dv*PX"[j % 8], color=line["color"],
                         label=None if name in labelled else name,
@@ -211,7 +194,7 @@ def prefill_law(record: Mapping) -> tuple[Figure, dict[int, dict[float, tuple[fl
         fig, ax = _figure(record, "Prefill after a hit, time over the time without")
         ax.plot(fine, [1 - h * h for h in fine], color=BLACK, linewidth=1.0, label="$1 - h^2$")
         ax.plot(fine, [1 - h for h in fine], color=GREY, linewidth=1.0, linestyle=":", label="$1 - h$")
-        for (n, points), line in zip(data.items(), _SERIES, strict=False):
+        for (n, points), line in zip(data.items(), LAWS, strict=False):
             ax.plot(list(points), [time for time, _, _ in points.values()], label=f"N = {n}", **line)
         ax.set_xlim(0, 1)
         ax.set_ylim(bottom=0)
@@ -232,10 +215,10 @@ def prefill_rate(record: Mapping) -> tuple[Figure, dict[int, dict[int, float]]]:
         if row["new"] in record["scale"]["new_tokens"] and row["hit"] in record["scale"]["hits"]:
             data.setdefault(row["hit"], {})[row["new"]] = row["share_of_matmul"]
     shown = [hit for hit in data if len(data[hit]) > 1]
-    shown = shown[:: max(1, -(-len(shown) // len(_SERIES)))]
+    shown = shown[:: max(1, -(-len(shown) // len(LAWS)))]
     with style():
         fig, ax = _figure(record, "Prefill: exact operations over time")
-        for hit, line in zip(shown, _SERIES, strict=False):
+        for hit, line in zip(shown, LAWS, strict=False):
             ax.plot(list(data[hit]), list(data[hit].values()), label=f"H = {hit}", **line)
         ax.set_xscale("log", base=2)
         ax.set_ylim(bottom=0)
@@ -257,7 +240,7 @@ def linear(record: Mapping) -> tuple[Figure, dict[int, float]]:
     most = max(data)
     with style():
         fig, ax = _figure(record, f"Linear layer {found[0]['width']} to {found[0]['out_width']}")
-        ax.plot(list(data), [s * 1e6 for s in data.values()], label="measured", **_SERIES[0])
+        ax.plot(list(data), [s * 1e6 for s in data.values()], label="measured", **LAWS[0])
         ax.plot(list(data), [data[most] * 1e6 * m / most for m in data], color=GREY, label="proportional to rows")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -279,7 +262,7 @@ def merges(record: Mapping) -> tuple[Figure, dict[str, dict[int, float]]]:
             data.setdefault(f"{row['what']}, {row['parts']} states", {})[row["rows"]] = row["seconds"]
     with style():
         fig, ax = _figure(record, f"Merging states, {record['scale']['merge_heads']} heads")
-        for (name, points), line in zip(data.items(), _SERIES, strict=False):
+        for (name, points), line in zip(data.items(), LAWS, strict=False):
             ax.plot(list(points), [s * 1e6 for s in points.values()], label=name, **line)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -304,10 +287,7 @@ def _crossing(record: Mapping) -> str:
 
 def _figure(record: Mapping, title: str):
     """A figure with one axis under a title and, small, where and when it was measured."""
-    from matplotlib.figure import Figure
-
-    fig = Figure()
-    ax = fig.add_subplot()
+    fig, ax = figure()
     meaning = "" if record["timings"].startswith("device") else "; timings not meaningful"
     where = f"{record['provenance']['device']}, {record['provenance']['date']}{meaning}"
     ax.set_title(f"{title}\n{where}", fontsize=9)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from cascade_lab import states
-from cascade_lab.pictures.style import runs
+from cascade_lab.pictures.style import BLACK, BLUE, SERIES, VERMILLION, figure, runs, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-from cascade_lab.pictures.style import BLACK, BLUE, SERIES, VERMILLION, figure, style
+DTYPE_LOOKS = dict(zip(("float32", "float16", "bfloat16"), SERIES, strict=False))
 
 
 def split_keys(weights: Sequence[float], values: Sequence[float], cut: int) -> tuple[Figure, dict[str, float]]:
@@ -96,7 +96,7 @@ def overflow(
         fig, ax = figure()
         ax.plot(levels, data["shifted"], color=BLACK, linestyle=":", linewidth=1.2)
         for name, y in (("float32", 0.36), ("float16", 0.18)):
-            look = SERIES[name] | {"marker": ""}
+            look = DTYPE_LOOKS[name] | {"marker": ""}
             ax.plot(levels, data[name], **look)
             if name in reach:
                 low, high = reach[name]
@@ -129,19 +129,19 @@ def rounding(
         The figure, and per dtype name the largest absolute error at each number of splits.
     """
     whole = scores.softmax(1) @ values
-    data: dict[str, list[float]] = {name: [] for name in SERIES}
+    data: dict[str, list[float]] = {name: [] for name in DTYPE_LOOKS}
     for parts in splits:
         cuts = list(zip(scores.tensor_split(parts, 1), values.tensor_split(parts), strict=True))
         # [T, S, 1, D], [T, S, 1]
         o = torch.stack([s.softmax(1) @ v for s, v in cuts], 1)[:, :, None]
         lse = torch.stack([s.logsumexp(1) for s, _ in cuts], 1)[:, :, None].float()
-        for name in SERIES:
+        for name in DTYPE_LOOKS:
             partial = o.to(getattr(torch, name))
             merged = states.merge_states(partial, lse, out_dtype=torch.float32, backend=backend).o[:, 0]
             data[name].append(float((merged.double() - whole).abs().max()))
     with style():
         fig, ax = figure()
-        for name, look in SERIES.items():
+        for name, look in DTYPE_LOOKS.items():
             ax.plot(splits, data[name], **look)
             ax.text(splits[-1] * 1.08, data[name][-1], name, color=look["color"], va="center")
         ax.set_xscale("log", base=2)

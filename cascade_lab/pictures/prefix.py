@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cascade_lab import prefix
-from cascade_lab.pictures.style import SIZE
+from cascade_lab.pictures.style import BLACK, BLUE, BOX, GREY, LAWS, SERIES, SIZE, VERMILLION, figure, panels, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cascade_lab.evidence.timing import Ratio
     from cascade_lab.levels import Ledger
-from cascade_lab.pictures.style import BLACK, BLUE, BOX, GREEN, GREY, VERMILLION, figure, panels, style
 
 
 def hit_triangle(n: int, hit: int) -> tuple[Figure, dict[str, int]]:
@@ -183,16 +182,15 @@ def tile_deviation(
     Returns:
         The figure, and per h the relative deviations at each length.
     """
-    looks = [(BLUE, "-", "o"), (GREEN, "--", "s"), (VERMILLION, "-.", "^"), (BLACK, ":", "v")]
     data = {
         h: [float(prefix.tile_remaining(n, round(h * n), block, block)) / (1 - h * h) - 1 for n in lengths]
         for h in hit_ratios
     }
     with style():
         fig, ax = figure()
-        for (h, values), (colour, line, marker) in zip(data.items(), looks, strict=False):
-            ax.plot(lengths, [100 * x for x in values], color=colour, linestyle=line, marker=marker)
-            ax.text(lengths[0] / 1.06, 100 * values[0], f"h = {h:g}", color=colour, ha="right", va="center")
+        for (h, values), look in zip(data.items(), SERIES, strict=False):
+            ax.plot(lengths, [100 * x for x in values], **look)
+            ax.text(lengths[0] / 1.06, 100 * values[0], f"h = {h:g}", color=look["color"], ha="right", va="center")
         ax.axhline(-5, color=GREY, linewidth=1.0)
         ax.text(lengths[-1], -5, "5%", color=GREY, va="top", ha="right")
         ax.set_xscale("log", base=2)
@@ -220,15 +218,13 @@ def measured_laws(
     laws = {"attention": (interaction, lambda h: 1 - h * h), "linear layer": (linear, lambda h: 1 - h)}
     data = {name: [(h, r.median, law(h)) for h, r in found.items()] for name, (found, law) in laws.items()}
     fine = [i / 100 for i in range(101)]
-    looks = {"attention": (BLUE, "-", "o"), "linear layer": (VERMILLION, "--", "s")}
     with style():
         fig, ax = figure()
-        for name, (found, law) in laws.items():
-            colour, line, marker = looks[name]
-            ax.plot(fine, [law(h) for h in fine], color=colour, linestyle=line, linewidth=1.0)
+        for (found, law), look in zip(laws.values(), LAWS, strict=False):
+            ax.plot(fine, [law(h) for h in fine], linewidth=1.0, **look | {"marker": ""})
             middle = [r.median for r in found.values()]
             spread = [[r.median - r.low for r in found.values()], [r.high - r.median for r in found.values()]]
-            ax.errorbar(list(found), middle, spread, color=colour, linestyle="", marker=marker, capsize=3)
+            ax.errorbar(list(found), middle, spread, capsize=3, **look | {"linestyle": ""})
         ax.text(0.52, 0.84, "attention, on $1 - h^2$", color=BLUE)
         ax.text(0.48, 0.28, "linear layer, on $1 - h$", color=VERMILLION, ha="right")
         ax.set_ylim(0, 1.25)

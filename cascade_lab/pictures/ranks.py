@@ -1,7 +1,7 @@
 """Pictures of work and bytes shared out to ranks.
 
 A prompt's causal triangle is cut by rows, so its slices are of unequal area; a merge sends states, whose number knows
-nothing of the context. As in `figures`, a function returns the figure with the numbers behind it.
+nothing of the context.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.pictures.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, style
+from cascade_lab.pictures.style import AREAS, BLACK, LAWS, figure, panels, style
 from cascade_lab.sharding import rank_pairs, split_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_AREAS = ((BLUE, ""), (VERMILLION, "////"), (GREEN, "...."), (PURPLE, "xxxx"), (ORANGE, "----"), (GREY, "++++"))
-_LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), (PURPLE, ":"))
 
 
 def triangle_cut(n: int, world_size: int, layouts: Sequence[str]) -> tuple[Figure, dict[str, tuple[int, ...]]]:
@@ -30,14 +27,12 @@ def triangle_cut(n: int, world_size: int, layouts: Sequence[str]) -> tuple[Figur
     Returns:
         The figure, and per layout the pairs of each rank.
     """
-    from matplotlib.figure import Figure
-
     data = {layout: rank_pairs(n, world_size, layout) for layout in layouts}
     with style():
-        fig = Figure(figsize=(6.4, 3.6))
-        for ax, layout in zip(fig.subplots(1, len(layouts), squeeze=False)[0], layouts, strict=True):
+        fig, (axes,) = panels(1, len(layouts), squeeze=False)
+        for ax, layout in zip(axes, layouts, strict=True):
             for rank, slices in enumerate(split_tokens(n, world_size, layout)):
-                colour, hatch = _AREAS[rank]
+                colour, hatch = AREAS[rank]
                 for start, stop in slices:
                     # the staircase of rows start to stop - 1, from the first key to the diagonal
                     corners = [
@@ -87,20 +82,17 @@ def bytes_by_context(
     Returns:
         The figure, and "not read" per context with "break-even" contexts by algorithm, where both are equal.
     """
-    from matplotlib.figure import Figure
-
     saved = [saved_per_token * n for n in contexts]
     even = {name: count / saved_per_token for name, count in sent.items()}
     with style():
-        fig = Figure(figsize=(6.4, 3.6))
-        ax = fig.add_subplot()
+        fig, ax = figure()
         ax.plot(contexts, saved, color=BLACK)
         middle = len(contexts) * 3 // 5
         at = contexts[middle], saved[middle]
         ax.annotate("KV bytes not read", at, (-8, 4), textcoords="offset points", ha="right")
-        for (name, count), (colour, line) in zip(sent.items(), _LINES, strict=False):
-            ax.axhline(count, color=colour, linestyle=line, label=f"sent by {name}")
-            ax.plot([even[name]], [count], "o", color=colour)
+        for (name, count), look in zip(sent.items(), LAWS, strict=False):
+            ax.axhline(count, color=look["color"], linestyle=look["linestyle"], label=f"sent by {name}")
+            ax.plot([even[name]], [count], "o", color=look["color"])
         ax.legend(frameon=False, fontsize=8, loc="upper left")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")

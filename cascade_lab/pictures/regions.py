@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.pictures.style import SIZE
+from cascade_lab.pictures.style import BLACK, BLUE, GREY, LAWS, SIZE, apart, figure, panels, style, tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cascade_lab.regions import Region
-from cascade_lab.pictures.style import BLACK, BLUE, GREY, LINES, apart, figure, panels, style, tokens
 
 
 def region_masks(regions: Mapping[str, Region], n: int, hit: int) -> tuple[Figure, dict[str, tuple[int, int]]]:
@@ -84,9 +83,9 @@ def region_laws(
     }
     with style():
         fig, (left, right) = panels(1, 2)
-        for (name, found), (colour, line) in zip(data.items(), LINES, strict=False):
-            left.plot(lengths, found["lengths"], color=colour, linestyle=line)
-            right.plot(steps, found["hits"], color=colour, linestyle=line, label=name)
+        for (name, found), look in zip(data.items(), LAWS, strict=False):
+            left.plot(lengths, found["lengths"], **look | {"marker": ""})
+            right.plot(steps, found["hits"], label=name, **look | {"marker": ""})
         left.set_xscale("log", base=2)
         for y, text in ((1 - hit_ratio**2, "$1 - h^2$"), (1 - hit_ratio, "$1 - h$")):
             left.axhline(y, color=GREY, linewidth=0.8, linestyle=":")
@@ -121,9 +120,9 @@ def mix_laws(
     with style():
         fig, ax = figure()
         places = apart([found[-1] for found in data.values()], 0.014)
-        for (name, found), (colour, line), y in zip(data.items(), LINES, places, strict=False):
-            ax.plot(lengths, found, color=colour, linestyle=line)
-            ax.text(lengths[-1] * 1.12, y, name, color=colour, va="center")
+        for (name, found), look, y in zip(data.items(), LAWS, places, strict=False):
+            ax.plot(lengths, found, **look | {"marker": ""})
+            ax.text(lengths[-1] * 1.12, y, name, color=look["color"], va="center")
         for y, text in ((1 - hit_ratio**2, "$1 - h^2$"), (1 - hit_ratio, "$1 - h$")):
             ax.axhline(y, color=GREY, linewidth=0.8, linestyle=":")
             ax.text(lengths[0], y + 0.003, text, color=GREY)
@@ -160,10 +159,10 @@ def recorded_ratios(
         ax.plot(fine, [1 - h for h in fine], color=BLACK, linewidth=1.0, linestyle="--")
         ax.text(0.62, 0.65, "$1 - h^2$")
         ax.text(0.3, 0.64, "$1 - h$", ha="right")
-        for i, ((name, points), (colour, _)) in enumerate(zip(data.items(), LINES, strict=False)):
+        for i, ((name, points), look) in enumerate(zip(data.items(), LAWS, strict=False)):
             # beside each other where they share a hit ratio
             x = [h + 0.012 * (i - (len(data) - 1) / 2) for h, _, _ in points]
-            ax.plot(x, [ratio for _, ratio, _ in points], color=colour, linestyle="", marker="os^Dv*"[i], label=name)
+            ax.plot(x, [ratio for _, ratio, _ in points], label=name, **look | {"linestyle": ""})
         ax.legend(frameon=False, fontsize=8, loc="lower left")
         ax.set_xlim(0, 1)
         ax.set_ylim(0, 1.05)

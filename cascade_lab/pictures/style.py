@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cascade_lab import files
 from cascade_lab.files import FIGURES
 
 if TYPE_CHECKING:
@@ -25,13 +26,25 @@ SIZE = (6.4, 3.6)
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
 BLACK, GREY = "#000000", "#666666"
 BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white"}
-SERIES = {
-    "float32": {"color": BLUE, "linestyle": "-", "marker": "o"},
-    "float16": {"color": GREEN, "linestyle": "--", "marker": "s"},
-    "bfloat16": {"color": VERMILLION, "linestyle": "-.", "marker": "^"},
-}
-# colour and line of up to six laws in one picture
-LINES = ((BLUE, "-"), (VERMILLION, "--"), (GREEN, "-."), (PURPLE, ":"), (BLACK, (0, (6, 1.5))), (ORANGE, "-"))
+STROKES = ("-", "--", "-.", ":", (0, (6, 1.5)), "-")
+MARKERS = "os^Dv*"
+
+
+def looks(*colours: str, markers: str = MARKERS) -> tuple[dict[str, object], ...]:
+    """Colour, line style and marker of up to six series in one picture, as options of `plot`."""
+    return tuple(
+        {"color": colour, "linestyle": stroke, "marker": marker}
+        for colour, stroke, marker in zip(colours, STROKES, markers, strict=False)
+    )
+
+
+SERIES = looks(BLUE, GREEN, VERMILLION, BLACK)
+LAWS = looks(BLUE, VERMILLION, GREEN, PURPLE, BLACK, ORANGE)
+TRACES = looks(VERMILLION, BLUE, GREEN, BLACK, PURPLE, markers="^osDv")
+# colour and hatch of up to six areas
+AREAS = ((BLUE, ""), (VERMILLION, "////"), (GREEN, "...."), (PURPLE, "xxxx"), (ORANGE, "----"), (GREY, "++++"))
+# what the file of each kind must not tell: when and by which version it was made
+_STAMPS = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}
 
 
 def style() -> AbstractContextManager[None]:
@@ -61,7 +74,7 @@ def style() -> AbstractContextManager[None]:
     )
 
 
-def show(fig: Figure, name: str | None, *, alt: str, caption: str) -> None:
+def show(fig: Figure, name: str | None, *, alt: str, caption: str, png: bool = False) -> None:
     """Display a figure with its caption, save it if a folder is set, and release it.
 
     Args:
@@ -69,8 +82,9 @@ def show(fig: Figure, name: str | None, *, alt: str, caption: str) -> None:
         name: file name without extension; None for a picture that no two runs draw alike, which goes into no file.
         alt: what a reader who cannot see the picture needs to know; stored as `alt` in the output's image metadata.
         caption: one Markdown sentence that states the reading.
+        png: the README shows this picture, so it is saved as `name.png` too.
 
-    With the environment variable CASCADE_LAB_FIGURES set, `name.svg` and `name.png` are written into that folder.
+    With the environment variable CASCADE_LAB_FIGURES set, `name.svg` is written into that folder.
 
     Raises:
         ValueError: an empty alt text or caption.
@@ -79,16 +93,27 @@ def show(fig: Figure, name: str | None, *, alt: str, caption: str) -> None:
         raise ValueError("alt, caption: expected a text each, given an empty one")
     from IPython.display import display
 
-    png = render(fig, "png")
+    pixels = _encoded(fig, "png")
     folder = os.environ.get(FIGURES)
     if folder and name is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"{name}.png").write_bytes(png)
-        Path(folder, f"{name}.svg").write_bytes(render(fig, "svg"))
+        for kind in ("svg", "png") if png else ("svg",):
+            save(fig, Path(folder, f"{name}.{kind}"))
     fig.clear()
-    image = {"image/png": base64.b64encode(png).decode(), "text/plain": alt}
+    image = {"image/png": base64.b64encode(pixels).decode(), "text/plain": alt}
     display(image, metadata={"image/png": {"alt": alt}}, raw=True)
     display({"text/markdown": caption, "text/plain": caption}, raw=True)
+
+
+def save(fig: Figure, path: Path) -> None:
+    """Write a figure as the kind that the suffix says, .svg, .png or .pdf: the same bytes for the same numbers."""
+    files.write_file(path, _encoded(fig, path.suffix.lower().removeprefix(".")))
+
+
+def _encoded(fig: Figure, kind: str) -> bytes:
+    content = io.BytesIO()
+    with style():
+        fig.savefig(content, format=kind, metadata=_STAMPS[kind])
+    return content.getvalue()
 
 
 def apart(places: Sequence[float], gap: float) -> list[float]:
@@ -116,28 +141,20 @@ def fill_cells(ax, cells: Sequence[Sequence[bool]]) -> None:
     ax.tick_params(which="minor", length=0)
 
 
-def figure():
+def figure(size: tuple[float, float] | None = None):
     """A figure with one axis; it bypasses pyplot, so that no notebook front end shows it a second time."""
     from matplotlib.figure import Figure
 
-    fig = Figure()
+    fig = Figure(figsize=size)
     return fig, fig.add_subplot()
 
 
-def panels(rows: int, columns: int, **options):
+def panels(rows: int, columns: int, size: tuple[float, float] | None = None, **options):
     """A figure with a grid of axes, kept away from pyplot as in `figure`."""
     from matplotlib.figure import Figure
 
-    fig = Figure()
-    return fig, fig.subplots(rows, columns, squeeze=True, **options)
-
-
-def render(fig: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    unstamped = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-    with style():
-        fig.savefig(buffer, format=kind, metadata=unstamped[kind])
-    return buffer.getvalue()
+    fig = Figure(figsize=size)
+    return fig, fig.subplots(rows, columns, **options)
 
 
 def runs(slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,31 +1,26 @@
 """Pictures of many requests: what one averaged hit ratio hides.
 
 A trace is a list of (N, H). Attention is left with 1 - S, S the sum of H(H + 1) over the sum of N(N + 1), so each
-request counts by N(N + 1), and what counts is close to the square of its hit ratio. As in `figures`, a function returns
-the figure with the numbers behind it; nothing here reads a trace.
+request counts by N(N + 1), and what counts is close to the square of its hit ratio. Nothing here reads a trace.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.pictures.style import BLACK, BLUE, GREEN, GREY, PURPLE, VERMILLION, style
+from cascade_lab.pictures.style import BLACK, BLUE, GREY, SERIES, TRACES, VERMILLION, figure, panels, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from cascade_lab.traces import TraceSummary
 
 _WEIGHTS = (
     ("each request 1", GREY, "", lambda n: 1),
     ("by tokens, N", BLUE, "////", lambda n: n),
     ("by pairs, N(N + 1)", VERMILLION, "..", lambda n: n * (n + 1)),
-)
-_LOOKS = (
-    {"color": VERMILLION, "linestyle": "-", "marker": "^"},
-    {"color": BLUE, "linestyle": "--", "marker": "o"},
-    {"color": GREEN, "linestyle": "-.", "marker": "s"},
-    {"color": BLACK, "linestyle": ":", "marker": "D"},
-    {"color": PURPLE, "linestyle": "-", "marker": "v"},
 )
 
 
@@ -39,13 +34,10 @@ def chords(cases: Mapping[str, Sequence[tuple[int, int]]]) -> tuple[Figure, dict
         The figure, and per panel (hit ratio, attention left) of "exact" (hit ratio weighted by N(N + 1)), and of
         "request mean" and "token mean" put into 1 - h^2.
     """
-    from matplotlib.figure import Figure
-
     data = {}
     fine = [i / 100 for i in range(101)]
     with style():
-        fig = Figure()
-        axes = fig.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+        fig, (axes,) = panels(1, len(cases), sharey=True, squeeze=False)
         for ax, (title, pair) in zip(axes, cases.items(), strict=True):
             whole = sum(n * (n + 1) for n, _ in pair)
             left = 1 - sum(hit * (hit + 1) for _, hit in pair) / whole
@@ -88,8 +80,6 @@ def hit_shares(pairs: Sequence[tuple[int, int]], bins: int = 10) -> tuple[Figure
     Raises:
         ValueError: no request.
     """
-    from matplotlib.figure import Figure
-
     if not pairs:
         raise ValueError("pairs: expected at least one request, given none")
     data = {}
@@ -100,8 +90,7 @@ def hit_shares(pairs: Sequence[tuple[int, int]], bins: int = 10) -> tuple[Figure
         total = sum(counts)
         data[name] = [count / total for count in counts]
     with style():
-        fig = Figure()
-        ax = fig.add_subplot()
+        fig, ax = figure()
         for i, (name, colour, hatch, _) in enumerate(_WEIGHTS):
             x = [(b + 0.2 + 0.3 * i) / bins for b in range(bins)]
             look = {"facecolor": "white" if hatch else "#E6E6E6", "edgecolor": colour, "hatch": hatch}
@@ -126,18 +115,15 @@ def rule_errors(errors: Mapping[str, Mapping[str, float]]) -> tuple[Figure, dict
     Raises:
         ValueError: traces with different rules.
     """
-    from matplotlib.figure import Figure
-
     data = {trace: dict(found) for trace, found in errors.items()}
     rules = list(next(iter(data.values())))
     if any(list(found) != rules for found in data.values()):
         raise ValueError(f"errors: expected the same rules for each trace, given {[list(f) for f in data.values()]}")
     with style():
-        fig = Figure(figsize=(6.4, 1.1 + 0.34 * len(rules)))
-        ax = fig.add_subplot()
+        fig, ax = figure((6.4, 1.1 + 0.34 * len(rules)))
         ax.axvline(0, color=BLACK, linewidth=1.0)
         for i, (trace, found) in enumerate(data.items()):
-            look = _LOOKS[i] | {"linestyle": ""}
+            look = TRACES[i] | {"linestyle": ""}
             shift = 0.16 * (i - (len(data) - 1) / 2)
             ax.plot([100 * x for x in found.values()], [y + shift for y in range(len(rules))], label=trace, **look)
         for y in range(1, len(rules)):
@@ -168,16 +154,13 @@ def capacity_sweep(
     Raises:
         ValueError: a series with another number of values than capacities.
     """
-    from matplotlib.figure import Figure
-
     data = {name: list(values) for name, values in [*hits.items(), *errors.items()]}
     if any(len(values) != len(capacities) for values in data.values()):
         raise ValueError(f"hits, errors: expected {len(capacities)} values in each series")
     with style():
-        fig = Figure(figsize=(6.4, 4.0))
-        left, right = fig.subplots(1, 2)
+        fig, (left, right) = panels(1, 2, (6.4, 4.0))
         for ax, names, scale in ((left, hits, 1), (right, errors, 100)):
-            for name, look in zip(names, _LOOKS, strict=False):
+            for name, look in zip(names, TRACES, strict=False):
                 ax.plot(capacities, [scale * x for x in data[name]], label=name, **look)
             ax.set_xscale("log")
             ax.set_xlabel("cache capacity, tokens")
@@ -206,8 +189,6 @@ def two_laws(
     Returns:
         The figure, and per trace (h, saved, place): place is 0 on h^2, 1 on h, NaN at h = 0 and h = 1.
     """
-    from matplotlib.figure import Figure
-
     everything = {name: list(path)} | {trace: [point] for trace, point in points.items()}
     data = {
         trace: [(h, s, (s - h * h) / (h - h * h) if 0 < h < 1 else float("nan")) for h, s in found]
@@ -215,8 +196,7 @@ def two_laws(
     }
     fine = [i / 100 for i in range(101)]
     with style():
-        fig = Figure(figsize=(6.4, 4.4))
-        ax = fig.add_subplot()
+        fig, ax = figure((6.4, 4.4))
         halfway = [(h + h * h) / 2 for h in fine]
         ax.fill_between(fine, fine, halfway, facecolor="white", edgecolor="#BBBBBB", hatch="//", linewidth=0)
         ax.plot(fine, fine, color=BLACK, linestyle="--", linewidth=1.0)
@@ -224,7 +204,7 @@ def two_laws(
         ax.plot(fine, halfway, color=GREY, linestyle=":", linewidth=1.2)
         ax.text(0.47, 0.55, "$h$: all or nothing", ha="right")
         ax.text(0.66, 0.36, "$h^2$: all alike", ha="left")
-        for (trace, found), look in zip(data.items(), _LOOKS, strict=False):
+        for (trace, found), look in zip(data.items(), TRACES, strict=False):
             line = look if len(found) > 1 else look | {"linestyle": "", "markersize": 8}
             ax.plot([h for h, _, _ in found], [s for _, s, _ in found], label=trace, **line)
         ax.plot([], [], color=GREY, linestyle=":", label="half-way: above it 1 − h errs less")
@@ -234,3 +214,46 @@ def two_laws(
         ax.set_xlabel("token hit ratio h")
         ax.set_ylabel("attention saved, the square of the RMS hit ratio")
     return fig, data
+
+
+def hit_report(
+    summary: TraceSummary, counts: Mapping[str, Sequence[int]]
+) -> tuple[Figure, dict[str, dict[str, object]]]:
+    """Who has which hit ratio, by three weights, and how far off each formula is.
+
+    Args:
+        summary: of the trace.
+        counts: "requests", "tokens" and "pairs" to their sums in bins of equal width.
+
+    Returns:
+        The figure, and "shares" (weight to its share of each bin) and "errors" as drawn, in percent.
+    """
+    shares = {name: [n / sum(bins) for n in bins] for name, bins in counts.items()}
+    errors = {name: 100 * error for name, error in summary.errors.items() if math.isfinite(error)}
+    means = {"requests": summary.request_hit, "tokens": summary.token_hit, "pairs": summary.rms_hit}
+    with style():
+        fig, (left, right) = panels(1, 2, (11, 4.4), width_ratios=(1, 1.1))
+        for (name, mean), look in zip(means.items(), SERIES, strict=False):
+            edges = [i / len(shares[name]) for i in range(len(shares[name]) + 1)]
+            line = look["color"], look["linestyle"]
+            left.stairs(shares[name], edges, color=line[0], linestyle=line[1], linewidth=1.6, label=f"by {name}")
+            left.axvline(mean, color=line[0], linestyle=line[1], linewidth=0.9)
+        left.set_title("Hit ratios and their mean (root mean square by pairs)")
+        left.set_xlabel("hit ratio h of a request")
+        left.set_ylabel("share")
+        left.set_xlim(0, 1)
+        left.legend(frameon=False)
+        names = list(errors)[::-1]
+        widths = [errors[name] for name in names]
+        right.barh(range(len(names)), widths, color="white", edgecolor=BLACK, hatch="//")
+        reach = max(1.0, *(abs(width) for width in widths))
+        for y, width in enumerate(widths):
+            end = width + math.copysign(0.02 * reach, width)
+            right.text(end, y, f"{width:+.1f}%", va="center", ha="left" if width >= 0 else "right", fontsize=8)
+        right.set_xlim(min(0, *widths) - 0.35 * reach, max(0, *widths) + 0.35 * reach)
+        right.axvline(0, color=BLACK, linewidth=0.8)
+        right.set_yticks(range(len(names)), names, fontsize=8)
+        title = "" if summary.model is None else f", {summary.model.name}"
+        right.set_title(f"Error of each formula{title}")
+        right.set_xlabel("relative error in percent")
+    return fig, {"shares": shares, "errors": errors}

@@ -371,21 +371,6 @@ def test_a_measurement_is_a_name_and_never_a_path(name):
         recorded.load(name)
 
 
-@pytest.mark.parametrize(
-    "row", ["0,-1,1.5", "0,8,nan", "0,8,inf", "0,8,-1", "0,8,0", "0,8", "x,8,1", "1.5,8,1", "0,8,1e999", "0,8,True"]
-)
-def test_measured_rows_that_are_no_measurements_are_named_with_file_and_line(row, tmp_path):
-    path = tmp_path / "grid.csv"
-    path.write_text(f"step,isl,latency\n0,4,1.5\n{row}\n")
-    with pytest.raises(
-        ValueError, match=r"^grid\.csv, line 3: expected whole numbers step and isl, and a positive latency$"
-    ):
-        recorded.read_grid(path, ())
-    path.write_text("step,isl\n0,4\n")
-    with pytest.raises(ValueError, match=r"^grid\.csv, line 1: expected the columns latency too$"):
-        recorded.read_grid(path, ())
-
-
 CLAIM_FAULTS = {
     "no list": {"a": 1},
     "no object": [1],

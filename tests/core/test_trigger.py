@@ -18,10 +18,10 @@ from cascade_lab.trigger import (
     DEVICES,
     H100,
     H200,
-    PUBLISHED,
     DeviceModel,
     break_even_prefix,
     calibrate,
+    predict_branches,
     should_cascade,
 )
 from tests.verify import CHAIN, FORK, SHUFFLED, STAR
@@ -301,21 +301,14 @@ def test_rule_table_sets_the_rules_side_by_side():
     assert any(r.sglang and r.cascade for r in rows)
 
 
-@pytest.mark.parametrize("case", PUBLISHED, ids=lambda c: f"{c.device.name}, {c.branches} over {c.prefix_len}")
-def test_published_cases_have_the_predicted_sign_or_a_stated_reason(case):
-    """Where the model is known to be wrong it must still be wrong, or the list is out of date."""
-    if case.plain_us is not None:
-        assert case.speedup == pytest.approx(case.plain_us / case.cascade_us)
-    right = (case.predicted_speedup() > 1) == (case.speedup > 1)
-    assert right is (case.wrong == "")
-
-
-def test_published_cases_include_losses_that_the_model_gets_right():
-    """K30: 8 heads on 1 over 4000 tokens (26 us against 19), and 128 beams over a prefix of 128 (0.52x)."""
-    lost = [case for case in PUBLISHED if case.speedup < 1 and not case.wrong]
-    assert len(lost) == 3
-    assert {(c.prefix_len, c.branches, c.num_kv_heads) for c in lost} == {(4000, 8, 1), (128, 128, 8), (1024, 8, 4)}
-    assert sum(bool(case.wrong) for case in PUBLISHED) == 3
+@pytest.mark.parametrize("rows", ["branch", "node"])
+@pytest.mark.parametrize(("topk", "steps", "length", "size"), [(4, 3, 1000, 1), (1, 5, 40, 2), (8, 2, 0, 3)])
+def test_branches_without_a_tree_cost_what_the_batch_of_trees_does(topk, steps, length, size, rows):
+    batch = branches(size, topk, length, steps, rows=rows)
+    launches = {"naive": 1, "cascade": 7}
+    expected = should_cascade(batch, A100, launches=launches, **HEADS).predictions
+    found = predict_branches(length, topk, steps, size, device_model=A100, rows=rows, launches=launches, **HEADS)
+    assert found == expected
 
 
 def test_datasheet_devices_say_where_their_numbers_come_from():
@@ -334,7 +327,7 @@ def test_calibration_measures_this_machine():
         assert math.isfinite(rate)
         assert rate > 0
     assert model.l2_bandwidth >= model.bandwidth
-    assert model.launch < 1e-2
+    assert model.launch < 1  # one addition takes microseconds, on any machine less than a second
     assert "cache size: assumption" in model.source
     assert calibrate(large_bytes=1 << 20, matmul_size=8, repeats=1, l2_bytes=123).l2_bytes == 123
     assert should_cascade(branches(2, 4, 64, 3), model, **HEADS).predictions["naive"].seconds > 0
@@ -362,6 +355,12 @@ def test_calibration_measures_this_machine():
             r"launches: expected plans of \('naive', 'cascade', 'fused'\), given \['tree'\]",
         ),
         (lambda: break_even_prefix(0, 3, 1, device_model=H100, **HEADS), "topk: expected a number >= 1, given 0"),
+        (
+            lambda: predict_branches(-1, 2, 3, 1, device_model=H100, **HEADS),
+            "prefix_len: expected a number >= 0, given -1",
+        ),
+        (lambda: predict_branches(9, 2, 0, 1, device_model=H100, **HEADS), "steps: expected a number >= 1, given 0"),
+        (lambda: predict_branches(9, 2, 3, 1, device_model=H100, rows="leaf", **HEADS), "rows: expected one of"),
         (lambda: break_even_prefix(2, 3, 1, device_model=H100, plan="naive", **HEADS), "plan: expected 'cascade' or"),
         (lambda: break_even_prefix(2, 3, 1, device_model=H100, rows="leaf", **HEADS), "rows: expected one of"),
         (lambda: flashinfer_rule(16, 512), "head_dim: expected 1 to 511, given 512"),

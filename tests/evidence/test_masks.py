@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cascade_lab.evidence.masks import branches, mask_words, visible_keys
+from cascade_lab.evidence.masks import branches, keys_seen, mask_words
 from cascade_lab.regions import (
     CSA,
     HCA,
@@ -73,8 +73,8 @@ def test_last_row_of_two_blocks_sees_its_own_and_one_earlier():
 )
 def test_selection_moves_marks_and_keeps_their_number(region):
     first, second = (branches(region, 90, seed=seed) for seed in (0, 1))
-    assert visible_keys(region, 90, seed=0) == visible_keys(region, 90, seed=1)
-    assert visible_keys(region, 90) == [region.visible(t) for t in range(1, 91)]
+    assert keys_seen(region, 90, seed=0) == keys_seen(region, 90, seed=1)
+    assert keys_seen(region, 90) == [region.visible(t) for t in range(1, 91)]
     moved = any(not np.array_equal(first[name], second[name]) for name in first)
     assert moved == isinstance(region, (TopK, TopKBlocks, CSA, NSA))
     assert all(mask.dtype == bool and len(mask) == 90 for mask in first.values())

@@ -7,7 +7,7 @@ import torch
 
 from cascade_lab import interactions, runtime
 from cascade_lab.evidence import reference, tiles
-from cascade_lab.evidence.tiles import Count, Prefill
+from cascade_lab.evidence.tiles import Prefill, TileCount
 from cascade_lab.prefix import executed_tiles
 
 pytest.importorskip("triton")
@@ -23,7 +23,7 @@ CASES = [
 ]
 
 
-def _expected(prefill: Prefill, count: Count) -> tuple[int, int, int]:
+def _expected(prefill: Prefill, count: TileCount) -> tuple[int, int, int]:
     group = prefill.num_q_heads // prefill.num_kv_heads
     per_head = executed_tiles(prefill.n, prefill.hit, count.block_m, count.block_n, group)
     if not prefill.skip:

@@ -8,6 +8,7 @@ import torch
 
 from cascade_lab import DraftTree, VerifyBatch, cascade_attention, ledger, rules, runtime, trigger
 from cascade_lab.evidence import reads
+from cascade_lab.evidence.recorded import published
 from cascade_lab.pictures import cascade as pictures
 
 PLANS = ("naive", "cascade", "fused")
@@ -149,8 +150,8 @@ def test_prediction_table_holds_the_decisions_numbers():
 
 
 def test_published_table_says_where_the_model_has_the_wrong_sign():
-    _, *rows = pictures.published_table(trigger.PUBLISHED).splitlines()
-    for case, row in zip(trigger.PUBLISHED, rows, strict=True):
+    _, *rows = pictures.published_table(published()).splitlines()
+    for case, row in zip(published(), rows, strict=True):
         branches, length, suffix, group, measured, model, sign = row.split()
         assert (int(branches), int(length), int(suffix)) == (case.branches, case.prefix_len, case.suffix_len)
         assert int(group) == case.num_q_heads // case.num_kv_heads
@@ -163,7 +164,7 @@ def test_rule_table_answers_yes_or_no_for_every_line():
     rows = rules.rule_table(
         [128, 8192], [1, 64], [1], steps=5, device_model=trigger.H200, num_q_heads=32, num_kv_heads=8, head_dim=128
     )
-    _, *lines = pictures.rule_table(rows).splitlines()
+    _, *lines = pictures.rule_answers_table(rows).splitlines()
     answers = {True: "yes", False: "no"}
     for row, line in zip(rows, lines, strict=True):
         batch, topk, length, model, speedup, sglang, vllm, plan = line.split()

@@ -12,7 +12,8 @@ import torch
 from cascade_lab import files
 from cascade_lab.pictures import merge as pictures
 from cascade_lab.pictures import show
-from cascade_lab.pictures.style import SERIES
+from cascade_lab.pictures.style import AREAS, LAWS, SERIES, TRACES, save
+from tests.limits import HANGS_S
 
 
 @pytest.fixture
@@ -100,9 +101,10 @@ def test_show_displays_a_png_with_its_alt_text_and_then_the_caption(shown, monke
 def test_show_saves_the_same_bytes_twice_without_date_or_version(shown, monkeypatch, tmp_path):
     for folder in ("first", "second/deep"):
         monkeypatch.setenv(files.FIGURES, str(tmp_path / folder))
-        show(small_figure(), "name", alt="two bars", caption="Read.")
+        show(small_figure(), "name", alt="two bars", caption="Read.", png=True)
+        show(small_figure(), "vector", alt="two bars", caption="Read.")
     first, second = tmp_path / "first", tmp_path / "second/deep"
-    assert sorted(path.name for path in first.iterdir()) == ["name.png", "name.svg"]
+    assert sorted(path.name for path in first.iterdir()) == ["name.png", "name.svg", "vector.svg"]
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes()
     assert (first / "name.png").read_bytes() == base64.b64decode(shown[0][0]["image/png"])
@@ -131,14 +133,32 @@ def test_show_refuses_a_picture_without_words(shown, alt, caption):
     assert shown == []
 
 
-def test_no_series_is_told_apart_by_colour_alone():
-    for key in ("color", "linestyle", "marker"):
-        looks = [look[key] for look in SERIES.values()]
-        assert len(set(looks)) == len(looks)
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_a_saved_figure_is_the_kind_of_its_suffix_and_the_same_bytes_twice(kind, tmp_path):
+    paths = [tmp_path / "new" / f"first.{kind}", tmp_path / f"second.{kind.upper()}"]
+    for path in paths:
+        save(small_figure(), path)
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second
+    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
+
+
+@pytest.mark.parametrize("series", [SERIES, LAWS, TRACES], ids=["series", "laws", "traces"])
+def test_no_series_is_told_apart_by_colour_alone(series):
+    for key in ("color", "marker"):
+        assert len({look[key] for look in series}) == len(series)
+    # six laws share five line styles, of which the solid one comes back last
+    assert len({look["linestyle"] for look in series}) == min(len(series), 5)
+    assert series[0]["linestyle"] == "-"
+
+
+def test_no_area_is_told_apart_by_colour_alone():
+    colours, hatches = zip(*AREAS, strict=True)
+    assert len(set(colours)) == len(set(hatches)) == len(AREAS)
 
 
 def test_importing_the_package_or_this_module_loads_no_matplotlib():
     code = "import sys, cascade_lab; print('cascade_lab.evidence' in sys.modules, 'matplotlib' in sys.modules);"
     code += "import cascade_lab.pictures.merge; print('matplotlib' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANGS_S)
     assert found.stdout.split() == ["False", "False", "False"]

@@ -6,6 +6,8 @@ from fractions import Fraction
 import pytest
 
 from cascade_lab import interactions
+from cascade_lab.trace_report import HitHistogram
+from cascade_lab.traces import MODELS, summarize
 
 figures = pytest.importorskip("cascade_lab.pictures.traces")
 pytest.importorskip("matplotlib")
@@ -79,3 +81,15 @@ def test_two_laws_place_a_trace_between_all_alike_and_all_or_nothing():
     assert math.isnan(data["path"][2][2])
     ((_, _, place),) = data["half-way"]
     assert place == pytest.approx(0.5)
+
+
+def test_the_report_draws_the_shares_and_errors_of_the_trace():
+    pairs = [(1000, 0), (1000, 500), (3000, 3000)]
+    histogram = HitHistogram()
+    summary = summarize(histogram.watch(pairs), model=MODELS["Llama-3.1-8B"])
+    fig, data = figures.hit_report(summary, vars(histogram))
+    assert [data["shares"]["tokens"][i] for i in (0, 10, 19)] == [0.2, 0.2, 0.6]
+    assert sum(data["shares"]["pairs"]) == pytest.approx(1)
+    assert data["errors"] == {name: 100 * error for name, error in summary.errors.items()}
+    means = [line.get_xdata()[0] for line in fig.axes[0].lines]
+    assert means == [summary.request_hit, summary.token_hit, summary.rms_hit]

@@ -59,6 +59,11 @@ def test_every_row_has_a_claim_a_check_a_time_and_a_described_figure_of_its_note
         assert len(alt) > 20, name
 
 
+def test_the_only_bitmaps_among_the_figures_are_those_shown_here():
+    shown = {re.search(r'src="([^"]+)"', row[4])[1] for row in notebook_rows()}
+    assert shown == {f"figures/{path.name}" for path in (CHECKOUT / "figures").glob("*.png")}
+
+
 def test_links_lead_to_files():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert target.startswith("http") or (CHECKOUT / target).exists(), target

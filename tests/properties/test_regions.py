@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade_lab import ledger
-from cascade_lab.evidence.masks import visible_keys
+from cascade_lab.evidence.masks import keys_seen
 from cascade_lab.prefix import (
     effective_hit,
     executed_tiles,
@@ -73,7 +73,7 @@ def hits(longest: int, shortest: int = 1) -> st.SearchStrategy[tuple[int, int]]:
 @cases(300)
 @given(regions(few), st.integers(1, 40), st.integers(0, 3))
 def test_regions_count_the_marks_of_their_masks(region, n, seed):
-    seen = visible_keys(region, n, seed=seed)
+    seen = keys_seen(region, n, seed=seed)
     assert [region.visible(t) for t in range(1, n + 1)] == seen
     assert [region.total(m) for m in range(n + 1)] == [sum(seen[:m]) for m in range(n + 1)]
 
