@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Time the kernels on this machine and print ratios beside their bounds.",
     )
     try:
-        from cascade_lab.bench.cpu import add_arguments
+        from cascade_lab.bench.command import add_arguments
     except ImportError as error:
         bench.epilog = f"not available here: {error}"
     else:
@@ -226,9 +226,9 @@ def _site(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from cascade_lab.bench import cpu
+    from cascade_lab.bench import command
 
-    return cpu.run(options)
+    return command.carry_out(options)
 
 
 def _output(options: argparse.Namespace, folder: Path | None) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from cascade_lab import runtime
+from cascade_lab.evidence.timing import take_turns
 
 MIN_REPEATS, MAX_REPEATS = 5, 30
 _FLUSH_BYTES = 256 << 20
@@ -88,11 +89,12 @@ class GpuClock:
         once = self._events(run, 2)[-1]
         repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(seconds / max(once, 1e-6))))
         low, median, high = statistics.quantiles(self._events(run, repeats), n=4, method="inclusive")
-        waits = self._waits(call, MIN_REPEATS)
+        calls = {"call": lambda: (call(), self.wait())}
+        waits = take_turns(calls, MIN_REPEATS, clock=time.perf_counter, before=lambda: (self.flush(), self.wait()))
         # a graph has memory of its own, which outlives it in the allocator
         del run
         self.release()
-        return Timing(median, low, high, repeats, statistics.median(waits), graph)
+        return Timing(median, low, high, repeats, statistics.median(waits.seconds["call"]), graph)
 
     def _captured(self, call: Callable[[], object], required: bool) -> tuple[Callable[[], object], bool]:
         # warm-up on another stream, as capture asks for, so that no lazy initialisation falls into it
@@ -126,17 +128,6 @@ class GpuClock:
         self.wait()
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs]
 
-    def _waits(self, call: Callable[[], object], repeats: int) -> list[float]:
-        seconds = []
-        for _ in range(repeats):
-            self.flush()
-            self.wait()
-            start = time.perf_counter()
-            call()
-            self.wait()
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
 
 class HostClock:
     """The same methods on a CPU, where kernels run interpreted: for trying the benchmark, not for numbers."""
@@ -161,11 +152,7 @@ class HostClock:
         pass
 
     def measure(self, call: Callable[[], object], *, seconds: float = 0.1, capture: str = "required") -> Timing:
-        taken = []
-        for _ in range(2):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
+        taken = take_turns({"call": call}, 2, clock=time.perf_counter).seconds["call"]
         low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
         return Timing(median, low, high, len(taken), median, False)
 

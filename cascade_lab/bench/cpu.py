@@ -8,10 +8,8 @@ too busy to give enough others has measured nothing, and says so.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -19,16 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cascade_lab.files import UsageError, put_in_place
+from cascade_lab import runtime
+from cascade_lab.bench.record import PACKAGE_ROOT, progress, write_record
+from cascade_lab.evidence.claims import FAILS, HOLDS, NOT_MEASURED
+from cascade_lab.evidence.timing import take_turns
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_OUTPUT = Path("figures/measured/cpu.json")
-COMPILED_OUTPUT = Path("figures/measured/compiled.json")
-HOLDS, FAILS, NOT_MEASURED, NO_BOUND = "holds", "fails", "not measured here", "recorded"
-
+NO_BOUND = "recorded"
 IMPORT_BOUND_S = 0.3
 SDPA_BOUND = 1.5
 PLANS_BOUND_MS = 50.0
@@ -63,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Work:
+class SinglePass:
     """One attention call of a single request that `scaled_dot_product_attention` can do as well."""
 
     rows: int
@@ -83,17 +80,17 @@ class Work:
 
 HEAD_DIM = 64
 BOUNDED_WORKS = (
-    Work(2048, 2048, causal=True),
-    Work(32, 32768),
-    Work(32, 32768, kv_heads=2),
+    SinglePass(2048, 2048, causal=True),
+    SinglePass(32, 32768),
+    SinglePass(32, 32768, kv_heads=2),
 )
 RECORDED_WORKS = (
-    Work(2048, 2048, causal=True, page_size=16),
-    Work(32, 32768, page_size=16),
-    Work(32, 32768, kv_heads=2, page_size=16),
-    Work(2048, 2048, causal=True, dtype="bfloat16"),
-    Work(32, 32768, dtype="bfloat16"),
-    Work(32, 32768, kv_heads=2, dtype="bfloat16"),
+    SinglePass(2048, 2048, causal=True, page_size=16),
+    SinglePass(32, 32768, page_size=16),
+    SinglePass(32, 32768, kv_heads=2, page_size=16),
+    SinglePass(2048, 2048, causal=True, dtype="bfloat16"),
+    SinglePass(32, 32768, dtype="bfloat16"),
+    SinglePass(32, 32768, kv_heads=2, dtype="bfloat16"),
 )
 MEMORY_LENGTHS = (8192, 32768, 131072)
 
@@ -129,109 +126,24 @@ VERIFY_PAGE = 16
 MERGED = (4, 256, 32, 128)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `cascade-lab bench`."""
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--cpu",
-        action="store_true",
-        help="measure the CPU instead of a GPU: import, torch backend against SDPA, plans, regions, memory, merges "
-        "over ranks, notebook",
-    )
-    kind.add_argument(
-        "--smoke", action="store_true", help="run every section at tiny sizes, without a GPU too; times mean nothing"
-    )
-    kind.add_argument(
-        "--compiled",
-        action="store_true",
-        help="compile every kernel for four targets and count its instructions; needs no GPU, and no clock",
-    )
-    kind.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the figures of a recorded GPU run, measure nothing"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="about two minutes: fewer points, rounds and checks; bounds stay"
-    )
-    parser.add_argument(
-        "--max-autotune", action="store_true", help="let FlexAttention be tuned, minutes for each shape (GPU)"
-    )
-    parser.add_argument(
-        "--budget", type=float, metavar="S", help="seconds for the GPU's sections; what does not fit is skipped"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help=f"JSON file to write (default: {DEFAULT_OUTPUT.as_posix()}, on a GPU gpu_<name>.json beside it); "
-        "with --plot the folder of the figures (default: figures/)",
-    )
+def measure_cpu(output: Path, *, quick: bool) -> int:
+    """Measure everything on this CPU; 0 when no bound is missed, else 1.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write the JSON file. 0 when no bound is missed, 1 otherwise or when nothing ran."""
-    from cascade_lab import runtime
-
-    if args.plot is not None:
-        from cascade_lab.pictures import gpu as gpu_pictures
-
-        if not args.plot.is_file():
-            raise UsageError(f"--plot: expected the record of a GPU run, given {args.plot.as_posix()}: no such file")
-        for path in gpu_pictures.write(args.plot, args.output or Path("figures")):
-            print(path.as_posix())
-        return 0
-    if args.compiled:
-        return _run_compiled(args.output or COMPILED_OUTPUT)
-    if not args.cpu:
-        return _run_gpu(args)
-    output = args.output or DEFAULT_OUTPUT
+    Args:
+        output: the JSON file to write.
+        quick: fewer points and rounds.
+    """
     sections = (
-        ("import", lambda: import_time(3 if args.quick else 7)),
-        ("speed", lambda: speed(7 if args.quick else 21)),
-        ("verify", lambda: verify(VERIFY_SHAPES[:1] if args.quick else VERIFY_SHAPES, 7 if args.quick else 21)),
-        ("plans", lambda: plans(3 if args.quick else 7)),
-        ("regions", lambda: regions(3 if args.quick else 7)),
-        ("memory", lambda: memory(MEMORY_LENGTHS[:2] if args.quick else MEMORY_LENGTHS)),
-        ("ranks", lambda: ranks(7 if args.quick else 41)),
+        ("import", lambda: import_time(3 if quick else 7)),
+        ("speed", lambda: speed(7 if quick else 21)),
+        ("verify", lambda: verify(VERIFY_SHAPES[:1] if quick else VERIFY_SHAPES, 7 if quick else 21)),
+        ("plans", lambda: plans(3 if quick else 7)),
+        ("regions", lambda: regions(3 if quick else 7)),
+        ("memory", lambda: memory(MEMORY_LENGTHS[:2] if quick else MEMORY_LENGTHS)),
+        ("ranks", lambda: ranks(7 if quick else 41)),
         ("notebook", notebook_time),
     )
-    record = {"provenance": runtime.provenance(), "quick": args.quick}
-    return report(sections, output, record)
-
-
-def _run_gpu(args: argparse.Namespace) -> int:
-    from cascade_lab import runtime
-
-    if not args.smoke and runtime.device().type != "cuda":
-        reason = runtime.device_reason()
-        print(
-            f"bench: kernels are measured on a GPU, and {reason}; measure the CPU with: bench --cpu, "
-            "or try the GPU's benchmark at tiny sizes with: bench --smoke"
-        )
-        return 1
-    if runtime.triton_mode() == "absent":
-        print("bench: the kernels need Triton, which is not installed; measure the CPU with: bench --cpu")
-        return 1
-    from cascade_lab.bench import gpu
-
-    scale = gpu.SMOKE if args.smoke else gpu.QUICK if args.quick else gpu.FULL
-    if args.budget is not None:
-        scale = replace(scale, budget_s=args.budget)
-    return gpu.run(scale, args.output, quick=args.quick, smoke=args.smoke, max_autotune=args.max_autotune)
-
-
-def _run_compiled(output: Path) -> int:
-    """Inspect the compiled kernels in a child process, for this one may interpret them; the last line sums them up."""
-    from cascade_lab import runtime
-    from cascade_lab.evidence import compiled
-
-    if runtime.triton_mode() == "absent":
-        print("bench: --compiled needs Triton, which is not installed", file=sys.stderr)
-        return 1
-    found = compiled.in_child("survey()")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(compiled.table(found))
-    return 0
+    return report(sections, output, {"provenance": runtime.provenance(), "quick": quick})
 
 
 def report(
@@ -241,14 +153,14 @@ def report(
     rows: list[Row] = []
     print(f"{'what':<84}{'measured':>12}  {'quartiles':<16}{'bound':>8}  verdict")
     for name, measure in sections:
-        _progress(f"measuring {name} ...")
+        progress(f"measuring {name} ...")
         for row in measure():
-            _progress("")
+            progress("")
             rows.append(row)
             print(_line(row), flush=True)
-            _progress(f"measuring {name} ...")
-        _progress("")
-        _write(output, record | {"rows": [asdict(row) | {"verdict": row.verdict} for row in rows]})
+            progress(f"measuring {name} ...")
+        progress("")
+        write_record(output, record | {"rows": [asdict(row) | {"verdict": row.verdict} for row in rows]})
     missed = [row for row in rows if row.verdict == FAILS]
     unknown = [row for row in rows if row.verdict == NOT_MEASURED]
     print(f"{len(missed)} bounds missed, {len(unknown)} rows not measured here; written to {output.as_posix()}")
@@ -286,19 +198,14 @@ def compare(
     for call in (ours, theirs, ours, theirs):
         call()
     gc.collect()
-    ratios, seconds, disturbed = [], [], 0
-    while len(ratios) < rounds and disturbed < 3 * rounds:
-        before = _preemptions()
-        ours_s, theirs_s = _seconds(ours), _seconds(theirs)
-        if _preemptions() != before:
-            disturbed += 1
-            continue
-        ratios.append(ours_s / theirs_s)
-        seconds.append(ours_s)
-    note = f"{disturbed} of {disturbed + len(ratios)} rounds disturbed"
+    calls = {"ours": ours, "theirs": theirs}
+    turns = take_turns(calls, rounds, clock=time.perf_counter, disturbances=_preemptions)
+    ratios = turns.over("ours", "theirs")
+    note = f"{turns.disturbed} of {turns.disturbed + len(ratios)} rounds disturbed"
     if len(ratios) < min(rounds, MIN_ROUNDS):
         return Row(section, name, None, "x", bound, note=f"machine too busy: {note}")
-    return _spread(section, name, ratios, "x", bound, f"{statistics.median(seconds) * 1e3:.1f} ms, {note}")
+    own = statistics.median(turns.seconds["ours"])
+    return _spread(section, name, ratios, "x", bound, f"{own * 1e3:.1f} ms, {note}")
 
 
 def verify(shapes: tuple[VerifyShape, ...], rounds: int) -> Iterator[Row]:
@@ -330,7 +237,8 @@ def plans(rounds: int) -> Iterator[Row]:
         return [torch.full_like(x, 7) for x in tensors]
 
     build(), fill()
-    beyond = [(_seconds(build) - _seconds(fill)) * 1e3 for _ in range(rounds)]
+    seconds = take_turns({"build": build, "fill": fill}, rounds, clock=time.perf_counter).seconds
+    beyond = [(built - filled) * 1e3 for built, filled in zip(*seconds.values(), strict=True)]
     size = sum(x.numel() * x.element_size() for x in tensors) / 1e6
     name = f"three plans, B={requests} L={length} {topk * steps} nodes in {topk} branches, page 16"
     yield _spread("plans", name, beyond, "ms", PLANS_BOUND_MS, f"beyond filling their {size:.0f} MB of tensors")
@@ -357,7 +265,8 @@ def regions(rounds: int) -> Iterator[Row]:
         rules.HCA(128, 128),
     )
     for kind in kinds:
-        seconds = [_seconds(lambda kind=kind: kind.total(n) - kind.total(hit)) for _ in range(rounds)]
+        calls = {kind: lambda kind=kind: kind.total(n) - kind.total(hit)}
+        seconds = take_turns(calls, rounds, clock=time.perf_counter).seconds[kind]
         name = f"totals of {REGION_PAIRS} (N, H) pairs, {type(kind).__name__}"
         yield _spread("regions", name, seconds, "s", REGIONS_BOUND_S, "")
 
@@ -370,7 +279,7 @@ def memory(lengths: tuple[int, ...]) -> Iterator[Row]:
     for page_size in (None, 16):
         extra = []
         for length in lengths:
-            work = Work(32, length, page_size=page_size)
+            work = SinglePass(32, length, page_size=page_size)
             extra.append(float(_child(f"from cascade_lab.bench import cpu; cpu.print_extra_memory(cpu.{work!r})")))
             yield Row("memory", f"peak extra memory, {work}", extra[-1], "MB")
         layout = "dense" if page_size is None else f"page {page_size}"
@@ -379,9 +288,9 @@ def memory(lengths: tuple[int, ...]) -> Iterator[Row]:
         yield Row("memory", name, growth, "x", MEMORY_GROWTH_BOUND)
 
 
-def print_extra_memory(work: Work) -> None:
+def print_extra_memory(work: SinglePass) -> None:
     """Print the MB by which one call raises this process's resident peak above its inputs and loaded libraries."""
-    _calls(Work(1, 64, page_size=work.page_size))[0]()
+    _calls(SinglePass(1, 64, page_size=work.page_size))[0]()
     ours, _ = _calls(work)
     before = resident_peak()
     ours()
@@ -421,24 +330,19 @@ def _time_merges(rounds: int, shape: list[int]) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     from cascade_lab.distributed import merge_across_ranks
+    from cascade_lab.evidence.timing import take_turns
     from cascade_lab.states import State
 
     T, H, D = shape
-    state, buffer = State(torch.randn(T, H, D), torch.randn(T, H)), torch.randn(T * H * (D + 1))
+    # sums of sums of zeros stay finite
+    state, buffer = State(torch.randn(T, H, D), torch.randn(T, H)), torch.zeros(T * H * (D + 1))
     calls = {"all_reduce": lambda: dist.all_reduce(buffer), "auto": lambda: merge_across_ranks(state)}
     for algorithm in ("reduce", "gather"):
         calls[algorithm] = lambda algorithm=algorithm: merge_across_ranks(state, algorithm=algorithm)
-    seconds = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            dist.barrier()
-            if number:  # the first round opens connections
-                seconds[name].append(time.perf_counter() - start)
-        buffer.normal_()  # sums of sums would overflow
-    return seconds
+    together = {name: lambda call=call: (call(), dist.barrier()) for name, call in calls.items()}
+    for call in together.values():  # opens connections
+        call()
+    return dict(take_turns(together, rounds, clock=time.perf_counter, before=dist.barrier).seconds)
 
 
 def notebook_time() -> Iterator[Row]:
@@ -463,7 +367,7 @@ def notebook_time() -> Iterator[Row]:
     yield Row("notebook", name, seconds, "s", NOTEBOOK_BOUND_S)
 
 
-def _calls(work: Work) -> tuple[Callable[[], object], Callable[[], object]]:
+def _calls(work: SinglePass) -> tuple[Callable[[], object], Callable[[], object]]:
     """The pass as this package does it and as SDPA does it, on the same random numbers."""
     import torch
 
@@ -528,12 +432,6 @@ def _verify_calls(shape: VerifyShape) -> tuple[dict[str, Callable[[], object]], 
     return {plan: call(plan) for plan in levels}, peers.sdpa(work, False).call, ratio
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def _preemptions() -> int:
     """How often the system has taken a core from this process so far; 0 where it does not say."""
     try:
@@ -573,14 +471,3 @@ def _line(row: Row) -> str:
     bound = "" if row.bound is None else f"{row.bound:g} {row.unit}"
     note = f"  ({row.note})" if row.note else ""
     return f"{row.name:<84}{value:>12}  {quartiles:<16}{bound:>8}  {row.verdict}{note}"
-
-
-def _progress(text: str) -> None:
-    """Replace the last line on a terminal; nothing elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _write(path: Path, record: dict[str, object]) -> None:
-    text = json.dumps(record, indent=2, sort_keys=True, default=str) + "\n"
-    put_in_place({path: text.encode()})

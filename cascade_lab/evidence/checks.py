@@ -69,7 +69,7 @@ def checks(*, dtypes: Sequence[str] = DTYPES, small: bool = False) -> tuple[Chec
     return (*plans, *(Check(name, dtype, heads) for name in others for heads in usual for dtype in dtypes))
 
 
-def run(check: Check) -> None:
+def run_check(check: Check) -> None:
     """Carry out one check on the device of this process.
 
     Raises:
@@ -136,7 +136,7 @@ def launch_tile(packed_rows: int, head_dim: int, dtype: torch.dtype) -> Tile:
 
 def _problem(check: Check) -> str | None:
     try:
-        run(check)
+        run_check(check)
     except Exception as error:
         return f"{type(error).__name__}: {error}".strip()
     return None

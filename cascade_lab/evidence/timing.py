@@ -1,7 +1,7 @@
-"""Ratios of times, for laws that say how work shrinks: r_i = t_i / t_0 within one round, then the median over rounds.
+"""Times of calls that take turns, and their ratios: r_i = t_i / t_0 within one round, then the median over rounds.
 
-The calls of a round take turns, so a machine that slows down slows numerator and denominator alike. The clock is the
-CPU time of one thread, which stops while another program has the core; `bench` measures wall time on all cores.
+A machine that slows down slows all calls of a round alike, so it leaves their ratio. `take_turns` is the loop, with any
+clock; `ratios` takes the CPU time of one thread, which stops while another program has the core.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -26,6 +26,61 @@ class Ratio:
     median: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Turns(Generic[Key]):
+    """Times of calls, round by round.
+
+    Attributes:
+        seconds: per call its time in each round that counts.
+        disturbed: rounds that do not count.
+    """
+
+    seconds: Mapping[Key, list[float]]
+    disturbed: int
+
+    def over(self, key: Key, unit: Key) -> list[float]:
+        """The time of one call over that of another, round by round."""
+        return [taken / one for taken, one in zip(self.seconds[key], self.seconds[unit], strict=True)]
+
+
+def take_turns(
+    calls: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    *,
+    clock: Callable[[], float],
+    before: Callable[[], object] | None = None,
+    disturbances: Callable[[], int] | None = None,
+) -> Turns[Key]:
+    """Time each call once a round.
+
+    Args:
+        calls: what to run, in this order; nothing is run to warm up.
+        rounds: that count.
+        clock: its difference across a call is the call's time.
+        before: run ahead of each call, untimed.
+        disturbances: a count, and a round in which it changes does not count; after 3 x rounds of these no more are
+            tried, so that fewer may be returned.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in calls}
+    counted = disturbed = 0
+    while counted < rounds and disturbed < 3 * rounds:
+        seen = disturbances() if disturbances else 0
+        taken = {}
+        for key, call in calls.items():
+            if before is not None:
+                before()
+            start = clock()
+            call()
+            taken[key] = clock() - start
+        if disturbances and disturbances() != seen:
+            disturbed += 1
+            continue
+        counted += 1
+        for key, time_of_call in taken.items():
+            seconds[key].append(time_of_call)
+    return Turns(seconds, disturbed)
 
 
 def ratios(calls: Mapping[Key, Callable[[], object]], rounds: int = 9) -> dict[Key, Ratio]:
@@ -45,21 +100,12 @@ def ratios(calls: Mapping[Key, Callable[[], object]], rounds: int = 9) -> dict[K
         raise ValueError("calls: expected at least one, given none")
     if rounds < 2:
         raise ValueError(f"rounds: expected at least 2, given {rounds}")
-    clock = _clock()
-    found: dict[Key, list[float]] = {key: [] for key in calls}
     with _one_thread():
         for call in calls.values():
             call()
-        for _ in range(rounds):
-            seconds = {}
-            for key, call in calls.items():
-                start = clock()
-                call()
-                seconds[key] = clock() - start
-            unit = next(iter(seconds.values()))
-            for key, taken in seconds.items():
-                found[key].append(taken / unit)
-    return {key: _ratio(values) for key, values in found.items()}
+        turns = take_turns(calls, rounds, clock=_clock())
+    unit = next(iter(calls))
+    return {key: _ratio(turns.over(key, unit)) for key in calls}
 
 
 def _ratio(values: list[float]) -> Ratio:

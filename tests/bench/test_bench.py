@@ -5,30 +5,35 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cascade_lab import runtime
+from cascade_lab import files, runtime
 from cascade_lab.bench import clock as clocks
-from cascade_lab.bench import cpu, gpu, report
+from cascade_lab.bench import command, cpu
 from cascade_lab.bench.cpu import Row
+from cascade_lab.bench.gpu import peers, report, run, session, verify
+from cascade_lab.bench.record import write_record
 from cascade_lab.cli import main
 from cascade_lab.evidence import checks
 from cascade_lab.pictures import gpu as gpu_pictures
+from tests.limits import HANGS_LONG_S
 
+SMOKE = session.PRESETS["smoke"]
 needs_triton = pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="tries the GPU's benchmark on a CPU")
 
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    cpu.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -115,9 +120,9 @@ def test_a_busy_machine_has_measured_nothing(monkeypatch):
 @pytest.mark.parametrize(
     "work",
     [
-        cpu.Work(48, 48, causal=True),
-        cpu.Work(5, 64, kv_heads=2),
-        cpu.Work(32, 96, causal=False, page_size=16),
+        cpu.SinglePass(48, 48, causal=True),
+        cpu.SinglePass(5, 64, kv_heads=2),
+        cpu.SinglePass(32, 96, causal=False, page_size=16),
     ],
     ids=str,
 )
@@ -127,7 +132,7 @@ def test_both_sides_of_a_comparison_compute_the_same_thing(work):
 
 
 def test_without_cpu_the_gpu_is_asked_for_and_the_option_is_named(capsys, tmp_path):
-    assert cpu.run(parse("--output", str(tmp_path / "x.json"))) == 1
+    assert command.carry_out(parse("--output", str(tmp_path / "x.json"))) == 1
     assert "--cpu" in capsys.readouterr().out
     assert not (tmp_path / "x.json").exists()
 
@@ -151,7 +156,7 @@ def test_the_peak_of_a_small_process_is_its_own_when_a_large_one_starts_it():
 
 
 def test_extra_memory_counts_the_call_and_not_its_inputs(capsys):
-    cpu.print_extra_memory(cpu.Work(8, 512))
+    cpu.print_extra_memory(cpu.SinglePass(8, 512))
     assert 0 <= float(capsys.readouterr().out) < 200
 
 
@@ -192,7 +197,7 @@ assert main(["bench", "--plot", "smoke.json", "--output", "pictures"]) == 0
 def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", SMOKE_WITHOUT_NOTEBOOK_TOOLS]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_LONG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "smoke.json").read_text())
     assert record["complete"] is True
@@ -200,7 +205,7 @@ def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_pa
     assert record["bounds"] == []
     assert record["checks"]["wrong"] is None
     assert len(record["checks"]["passed"]) == len(checks.checks(small=True))
-    assert set(record["sections"]) == set(gpu.SECTIONS)
+    assert set(record["sections"]) == set(run.SECTIONS)
     for name, section in record["sections"].items():
         assert section["rows"], name
     assert {"device", "torch", "date", "commit", "triton mode"} <= set(record["provenance"])
@@ -215,27 +220,27 @@ def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_pa
     assert kernels["SDPA, dense mask, group packed"]["agrees"] is True
     assert kernels["FlexAttention"]["agrees"] is True
     pictures = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert {"gpu_verify_ratio.svg", "gpu_peers.png", "gpu_prefill_law.svg", "gpu_merges.png"} <= pictures
+    assert {"gpu_verify_ratio.svg", "gpu_peers.svg", "gpu_prefill_law.svg", "gpu_merges.svg"} <= pictures
 
 
-def quiet_run(monkeypatch, tmp_path, scale=gpu.SMOKE) -> tuple[int, dict]:
+def quiet_run(monkeypatch, tmp_path, scale=SMOKE) -> tuple[int, dict]:
     """The GPU benchmark on a CPU without its checks; exit status and record."""
     monkeypatch.setattr(checks, "run_all", lambda todo: iter(()))
     output = tmp_path / "record.json"
-    status = gpu.run(scale, output, quick=False, smoke=True, max_autotune=False)
+    status = run.measure_gpu(scale, output, quick=False, smoke=True, max_autotune=False)
     return status, json.loads(output.read_text())
 
 
 @needs_triton
 @pytest.mark.parametrize(("part", "error"), [("o", "in o"), ("lse", "in lse")])
 def test_a_wrong_answer_stops_the_run_and_is_in_the_record(monkeypatch, tmp_path, part, error):
-    planned = gpu.planned
+    planned = session.planned
 
     def wrong(*arguments):
         call = planned(*arguments)
         return lambda: (lambda state: state._replace(**{part: getattr(state, part) * 1.1}))(call())
 
-    monkeypatch.setattr(gpu, "planned", wrong)
+    monkeypatch.setattr(verify, "planned", wrong)
     status, record = quiet_run(monkeypatch, tmp_path)
     assert status == 1
     assert record["complete"] is False
@@ -249,7 +254,7 @@ def test_a_wrong_answer_stops_the_run_and_is_in_the_record(monkeypatch, tmp_path
 def test_a_failed_check_stops_the_run_before_anything_is_timed(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "run_all", lambda todo: iter([(todo[0], None), (todo[1], "AssertionError: off")]))
     output = tmp_path / "record.json"
-    assert gpu.run(gpu.SMOKE, output, quick=False, smoke=True, max_autotune=False) == 1
+    assert run.measure_gpu(SMOKE, output, quick=False, smoke=True, max_autotune=False) == 1
     record = json.loads(output.read_text())
     assert record["checks"]["wrong"].endswith("AssertionError: off")
     assert record["sections"] == {}
@@ -257,7 +262,7 @@ def test_a_failed_check_stops_the_run_before_anything_is_timed(monkeypatch, tmp_
 
 @needs_triton
 def test_what_the_time_does_not_suffice_for_is_listed(monkeypatch, tmp_path):
-    status, record = quiet_run(monkeypatch, tmp_path, replace(gpu.SMOKE, budget_s=0.0))
+    status, record = quiet_run(monkeypatch, tmp_path, replace(SMOKE, budget_s=0.0))
     assert (status, record["complete"]) == (0, True)
     skipped = record["sections"]["verify"]["skipped"]
     assert len(skipped) == 4
@@ -276,37 +281,37 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
         seen.append((shapes, k.shape[1:], k.stride(), [level.page_size for level in levels]))
         return lambda: None
 
-    monkeypatch.setattr(gpu, "planned", record)
-    scale = replace(gpu.SMOKE, coarse_page=2)
-    point = gpu._verify_points(scale)[0]
-    assert gpu.launch_once(scale, [point]) == 3
-    run = gpu.Run(clocks.HostClock(), scale)
-    work = gpu._Pool(run, gpu._tokens(scale, **point)).verify(**point)
+    monkeypatch.setattr(verify, "planned", record)
+    scale = replace(SMOKE, coarse_page=2)
+    point = verify.verify_points(scale)[0]
+    assert verify.launch_once(scale, [point]) == 3
+    bench = session.Session(clocks.HostClock(), scale)
+    work = verify.Pool(bench, verify.tokens_needed(scale, **point)).verify(**point)
     for levels in work.plans.values():
         record(work.q, work.k, work.v, levels)
     assert seen[:3] == seen[3:]
     tokens = 16 * scale.coarse_page
     assert work.k.shape[0] * work.k.shape[1] > tokens
-    folded = gpu._folded(work.plans["fused"][0], tokens)
+    folded = verify._folded(work.plans["fused"][0], tokens)
     assert int(folded.page_table.max()) < tokens // folded.page_size
-    assert gpu.launch_once(scale, [{"new": 4, "hit": 16}]) == 1
+    assert verify.launch_once(scale, [{"new": 4, "hit": 16}]) == 1
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("scale", "seconds", "outcome"),
+    ("scale", "deadline", "outcome"),
     [
-        (replace(gpu.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,)), 600.0, "done"),
-        (replace(gpu.SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)), 600.0, "failed"),
-        (gpu.SMOKE, 0.0, "late"),
+        (replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,)), math.inf, "done"),
+        (replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)), math.inf, "failed"),
+        (SMOKE, 0.0, "late"),
     ],
 )
-def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, seconds, outcome):
+def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, deadline, outcome):
     """The workers' own mode is the machine's: here they interpret, and count what they launched."""
     monkeypatch.setattr(runtime, "triton_mode", lambda: "compiled")
     monkeypatch.setattr(checks, "workers", lambda: 2)
-    run = gpu.Run(clocks.HostClock(), scale, deadline=time.monotonic() + seconds)
-    (row,) = gpu.compile_ahead(run)
+    bench = session.Session(clocks.HostClock(), scale, deadline=deadline)
+    (row,) = verify.compile_ahead(bench)
     if outcome == "done":
         # three plans for one row per branch, three for one per node, and one prefill
         assert row == {"tasks": 3, "done": 3, "plans": 7, "failed": []}
@@ -321,11 +326,11 @@ def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, seconds, o
 
 @needs_triton
 def test_an_interruption_keeps_the_rows_measured_so_far(monkeypatch, tmp_path):
-    def interrupted(run):
+    def interrupted(bench):
         yield {"what": "kept"}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu, "SECTIONS", {"first": (1, interrupted)})
+    monkeypatch.setattr(run, "SECTIONS", {"first": (1, interrupted)})
     with pytest.raises(KeyboardInterrupt):
         quiet_run(monkeypatch, tmp_path)
     record = json.loads((tmp_path / "record.json").read_text())
@@ -333,25 +338,23 @@ def test_an_interruption_keeps_the_rows_measured_so_far(monkeypatch, tmp_path):
     assert (record["complete"], record["stopped"]) == (False, "KeyboardInterrupt()")
 
 
-def test_a_record_is_json_with_a_line_for_each_row_and_five_digits(tmp_path):
+def test_a_record_is_json_in_lines_with_every_digit(tmp_path):
     rows = [{"a": 1.23456789, "plans": {"naive": {"n": 2**40}}}, {"a": None}]
-    record = {
-        "provenance": {"x": "y"},
-        "sections": {"one": {"rows": rows, "skipped": [], "seconds": 2.0}, "two": {"rows": []}},
-    }
-    gpu._write(tmp_path / "x.json", record)
-    text = (tmp_path / "x.json").read_text()
-    assert '{"a": 1.2346, "plans": {"naive": {"n": 1099511627776}}},' in text.splitlines()
-    rows[0]["a"] = 1.2346
-    assert json.loads(text) == record
+    written = {"provenance": {"x": "y"}, "sections": {"one": {"rows": rows, "skipped": []}}, "scale": asdict(SMOKE)}
+    write_record(tmp_path / "new" / "x.json", written)
+    text = (tmp_path / "new" / "x.json").read_text()
+    assert '     "a": 1.23456789,' in text.splitlines()
+    found = files.read_json(tmp_path / "new" / "x.json")
+    assert found["sections"] == written["sections"]
+    assert (found["scale"]["budget_s"], found["scale"]["lengths"]) == (None, [16, 32])
 
 
 def test_a_peer_that_fails_is_noted_and_passed_over():
     def make():
         raise ImportError("no such kernel\nsecond line")
 
-    run = gpu.Run(clocks.HostClock(), gpu.SMOKE)
-    assert gpu._peer_row(run, "theirs", make, None) == {
+    bench = session.Session(clocks.HostClock(), SMOKE)
+    assert peers._peer_row(bench, "theirs", make, None) == {
         "kernel": "theirs",
         "missing": "ImportError: no such kernel",
     }
@@ -362,9 +365,9 @@ def test_a_peer_with_another_answer_is_marked():
     from cascade_lab.bench.peers import Peer
 
     o = torch.randn(3, 2, 4)
-    run = gpu.Run(clocks.HostClock(), gpu.SMOKE)
+    bench = session.Session(clocks.HostClock(), SMOKE)
     rows = [
-        gpu._peer_row(run, "x", lambda factor=factor: Peer("x", lambda: o * factor), State(o, o[..., 0]))
+        peers._peer_row(bench, "x", lambda factor=factor: Peer("x", lambda: o * factor), State(o, o[..., 0]))
         for factor in (1.0, 1.2)
     ]
     assert [row["agrees"] for row in rows] == [True, False]
@@ -488,7 +491,7 @@ def verified(length, ratio, topk=4, share=0.9, rows="branch"):
     ],
 )
 def test_break_even_lies_between_the_last_loss_and_the_first_win(ratios, expected):
-    (found,) = report.break_even([verified(length, ratio) for length, ratio in ratios.items()])
+    (found,) = report.break_even_lengths([verified(length, ratio) for length, ratio in ratios.items()])
     assert found["length"] == (expected if expected is None else pytest.approx(expected))
 
 
@@ -544,17 +547,17 @@ def gpu_record(flex_seconds=3e-5, share=0.9, ratio=4.1, rate=0.65):
 )
 def test_a_record_is_judged_by_its_bounds(options, verdicts):
     # the short prefix also exceeds this record's L2, and its ratio is far from the ledger's
-    assert [bound["verdict"] for bound in report.bounds(gpu_record(**options))] == verdicts
+    assert [bound["verdict"] for bound in report.judge(gpu_record(**options))] == verdicts
 
 
 def test_the_ratio_is_judged_only_where_the_prefix_exceeds_the_l2():
     record = gpu_record()
     record["provenance"]["L2 bytes"] = str(4096 * 2000)
-    assert report.bounds(record)[1] | {"name": ""} == {
+    assert report.judge(record)[1] | {"name": ""} == {
         "name": "", "bound": "at most 0.15", "worst": pytest.approx(0.025), "met": 1, "of": 1, "verdict": "holds",
     }  # fmt: skip
     record["sections"]["verify"]["rows"].pop()
-    assert report.bounds(record)[1]["verdict"] == "not measured here"
+    assert report.judge(record)[1]["verdict"] == "not measured here"
 
 
 def test_pictures_of_a_record_carry_its_numbers_and_its_device():
@@ -571,7 +574,7 @@ def test_pictures_of_a_record_carry_its_numbers_and_its_device():
     assert gpu_pictures.peers(record)[1] == {
         "L = 16384, batch 1, one row per branch": {"cascade_lab fused": 2e-5, "FlexAttention, default": 3e-5}
     }
-    measured, predicted = gpu_pictures.break_even(record)[1][4, 1, 4]
+    measured, predicted = gpu_pictures.break_even_prefixes(record)[1][4, 1, 4]
     assert 1024 < measured < 16384
     assert predicted is not None
 

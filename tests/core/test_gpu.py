@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from cascade_lab import DraftTree, State, VerifyBatch, runtime
-from cascade_lab.bench.gpu import planned
+from cascade_lab.bench.gpu.session import planned
 from cascade_lab.evidence import checks
 from tests import conftest
 
@@ -38,7 +38,7 @@ interpreted = pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason=
 @on_gpu
 @pytest.mark.parametrize("check", checks.checks(), ids=str)
 def test_compiled_kernels_equal_the_oracle(check):
-    checks.run(check)
+    checks.run_check(check)
 
 
 @gpu
@@ -118,7 +118,7 @@ def test_a_check_finds_a_wrong_read_counter(monkeypatch):
     monkeypatch.setattr(checks, "cascade_attention", reads_too_much)
     (chosen,) = (c for c in checks.checks(small=True) if c.name == "plans")
     with pytest.raises(AssertionError, match="naive: counted"):
-        checks.run(chosen)
+        checks.run_check(chosen)
 
 
 @interpreted

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cascade_lab.evidence import timing
-from cascade_lab.evidence.timing import Ratio, ratios
+from cascade_lab.evidence.timing import Ratio, ratios, take_turns
 
 
 class Clock:
@@ -51,10 +51,40 @@ def test_calls_take_turns_on_one_thread_and_the_thread_count_comes_back(clock):
     assert torch.get_num_threads() == before
 
 
+def test_each_round_times_each_call_in_order_with_what_runs_before_it_untimed():
+    clock = Clock()
+    calls = {name: clock.call(name, seconds) for name, seconds in {"a": [1.0, 2.0], "b": [3.0, 5.0]}.items()}
+    turns = take_turns(calls, 2, clock=lambda: clock.now, before=clock.call("before", [7.0] * 4))
+    assert turns.seconds == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
+    assert turns.disturbed == 0
+    assert turns.over("b", "a") == [3.0, 2.5]
+    assert [name for name, _ in clock.log] == ["before", "a", "before", "b"] * 2
+
+
+def test_disturbed_rounds_do_not_count_and_too_many_end_it():
+    clock, seen = Clock(), [0]
+
+    def disturbed(durations):
+        run = clock.call("a", durations)
+
+        def call():
+            before = clock.now
+            run()
+            seen[0] += clock.now - before > 50
+
+        return {"a": call}
+
+    turns = take_turns(disturbed([1.0, 99.0, 2.0, 99.0, 3.0]), 3, clock=lambda: clock.now, disturbances=lambda: seen[0])
+    assert (turns.seconds, turns.disturbed) == ({"a": [1.0, 2.0, 3.0]}, 2)
+    turns = take_turns(disturbed([4.0] + [99.0] * 6), 2, clock=lambda: clock.now, disturbances=lambda: seen[0])
+    assert (turns.seconds, turns.disturbed) == ({"a": [4.0]}, 6)
+
+
 def test_the_real_clock_tells_a_quarter_of_the_work_from_the_whole():
     x = torch.ones(1024, 1024)
     found = ratios({1: lambda: x @ x, 4: lambda: x[:256] @ x}, rounds=7)[4]
-    assert 0.15 < found.median < 0.4
+    # far from both 0 and 1, whatever else the machine does
+    assert 0.05 < found.median < 0.7
 
 
 @pytest.mark.parametrize(("calls", "rounds", "named"), [({}, 3, "calls"), ({1: int}, 1, "rounds")])

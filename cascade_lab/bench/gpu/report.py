@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from cascade_lab.evidence.claims import FAILS, HOLDS, NOT_MEASURED
 from cascade_lab.trigger import DeviceModel, break_even_prefix
 
-HOLDS, FAILS, NOT_MEASURED = "holds", "fails", "not measured here"
 PLANS_BOUND = ("cascade", "fused")
 
 
-def break_even(rows: Sequence[dict], plan: str = "cascade") -> list[dict]:
+def break_even_lengths(rows: Sequence[dict], plan: str = "cascade") -> list[dict]:
     """Per (topk, batch, group, rows) the prefix length from which `plan` stays faster than the naive plan.
 
     Args:
@@ -77,11 +77,11 @@ def break_even_rows(record: dict, plan: str) -> list[dict]:
                 **heads,
             )
         }
-        for point in break_even(sections["verify"]["rows"], plan)
+        for point in break_even_lengths(sections["verify"]["rows"], plan)
     ]
 
 
-def bounds(record: dict) -> list[dict]:
+def judge(record: dict) -> list[dict]:
     """The bounds that a run is held to, with the worst value found and how many points meet each."""
     sections = record["sections"]
     l2_bytes = int(record["provenance"]["L2 bytes"])

@@ -1,0 +1,225 @@
+"""The three plans of verification on a GPU, over prefix length, topk, batch, group and kind of rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+
+from cascade_lab import runtime
+from cascade_lab.bench.clock import clock
+from cascade_lab.bench.gpu.answers import agree, hold, row_in_float64
+from cascade_lab.bench.gpu.prefill import prefill_points
+from cascade_lab.bench.gpu.session import DTYPE, MEMORY_SHARE, Scale, Session, planned
+from cascade_lab.bench.record import progress
+from cascade_lab.drafts import DraftTree, VerifyBatch
+from cascade_lab.evidence import checks
+from cascade_lab.levels import Ledger, Level, ledger
+from cascade_lab.prefix import prefix_hit_levels
+
+
+@dataclass(frozen=True)
+class VerifyPlans:
+    """One verify batch on the pool's tensors, with its plans."""
+
+    batch: VerifyBatch
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plans: dict[str, Sequence[Level]]
+
+
+def time_verify(bench: Session) -> Iterator[dict]:
+    """(b) The three plans over prefix length, topk, batch, group and kind of rows."""
+    scale = bench.scale
+    points = verify_points(scale)
+    pool = Pool(bench, max(tokens_needed(scale, **point) for point in points))
+    for point in bench.visit(points):
+        if tokens_needed(scale, **point) > pool.tokens:
+            bench.skipped.append(point | {"why": "memory"})
+            continue
+        work = pool.verify(**point)
+        yield point | {"steps": scale.steps, "plans": _time_plans(bench, work)}
+
+
+def verify_points(scale: Scale) -> list[dict]:
+    """The grid, the sweeps through its crossing first, then what differs from it along more and more axes."""
+    axes = (scale.lengths, scale.topks, scale.batches, scale.groups, ("branch", "node"))
+    names = ("length", "topk", "batch", "group", "rows")
+    points = sorted(
+        itertools.product(*axes), key=lambda point: sum(x != y for x, y in zip(point, scale.centre, strict=True))
+    )
+    return [dict(zip(names, point, strict=True)) for point in points]
+
+
+def tokens_needed(scale: Scale, length: int, topk: int, batch: int, group: int, rows: str) -> int:
+    """Slots that a point needs: prefix and drafts in whole pages, and the naive plan's own pages per row."""
+    nodes = topk * scale.steps
+    own_pages = (nodes if rows == "node" else topk) * -(-scale.steps // scale.page)
+    return batch * scale.page * (-(-(length + nodes) // scale.page) + own_pages)
+
+
+class Pool:
+    """One pair of random caches for all points of a section: pages are dealt anew for each, in random order.
+
+    A folded pool is a few pages that stand for any number, for launches whose answer nobody looks at.
+    """
+
+    def __init__(self, bench: Session, tokens: int, *, folded: bool = False):
+        scale = bench.scale
+        self.bench, self.folded = bench, folded
+        per_token = 2 * scale.num_kv_heads * scale.head_dim * DTYPE.itemsize
+        most = int(MEMORY_SHARE * bench.clock.free_bytes()) // per_token
+        self.tokens = min(-(-tokens // scale.coarse_page), most // scale.coarse_page) * scale.coarse_page
+        shape = (self.tokens // scale.page, scale.page, scale.num_kv_heads, scale.head_dim)
+        self.k, self.v = bench.random(*shape), bench.random(*shape)
+
+    def verify(self, length: int, topk: int, batch: int, group: int, rows: str) -> VerifyPlans:
+        scale, device = self.bench.scale, self.bench.clock.device
+        pages = -(-(length + topk * scale.steps) // scale.page)
+        table = torch.randperm(batch * pages).view(batch, pages).int()
+        trees = [DraftTree.branches(topk, scale.steps)] * batch
+        work = VerifyBatch([length] * batch, trees, scale.page, rows, page_table=table, device=device)
+        naive = work.copied_tails("naive")
+        q = self.bench.random(work.num_rows, group * scale.num_kv_heads, scale.head_dim)
+        plans = {"naive": naive.levels, "cascade": work.levels("cascade"), "fused": work.levels("fused")}
+        if self.folded:
+            plans = {plan: [_folded(level, self.tokens) for level in levels] for plan, levels in plans.items()}
+        else:
+            self.copy(naive.src, naive.dst)
+        return VerifyPlans(work, q, self.k, self.v, plans)
+
+    def copy(self, src: Tensor, dst: Tensor) -> None:
+        for cache in (self.k, self.v):
+            flat = cache.view(-1, *cache.shape[2:])
+            flat[dst] = flat[src]
+
+
+def _folded(level: Level, tokens: int) -> Level:
+    """The level with its pages wrapped into a cache of `tokens`: the same launch, other addresses."""
+    return replace(level, page_table=level.page_table.clamp(min=0) % (tokens // level.page_size))
+
+
+def compile_ahead(bench: Session) -> Iterator[dict]:
+    """Launch every plan of the grids once in worker processes, whose compiled kernels this process finds on disk.
+
+    Points that differ in lengths and batch share most kernels, so one worker takes them together.
+    """
+    tasks: dict[tuple, list[dict]] = {}
+    for point in verify_points(bench.scale):
+        tasks.setdefault((point["topk"], point["group"], point["rows"]), []).append(point)
+    for point in prefill_points(bench.scale):
+        tasks.setdefault((point["new"],), []).append(point)
+    parts = [points[i::4] for points in tasks.values() for i in range(min(4, len(points)))]
+    if runtime.triton_mode() != "compiled":
+        yield {"tasks": 1, "done": 1, "plans": launch_once(bench.scale, parts[0][:1]), "failed": []}
+        return
+    plans, failed = [], []
+    with ProcessPoolExecutor(checks.workers(), mp_context=get_context("spawn")) as pool:
+        running = [pool.submit(launch_once, bench.scale, part, bench.deadline) for part in parts]
+        # no wait of the operating system is infinite
+        left = None if bench.deadline == math.inf else max(0.0, bench.deadline - time.monotonic())
+        try:
+            for done in as_completed(running, timeout=left):
+                # what fails here fails again where it is timed, and stops the run there
+                error = done.exception()
+                (failed if error else plans).append(repr(error) if error else done.result())
+                progress(f"compiling, {len(plans)} of {len(parts)}")
+        except TimeoutError:
+            pool.shutdown(cancel_futures=True)
+    yield {"tasks": len(parts), "done": len(plans), "plans": sum(plans), "failed": failed}
+
+
+def launch_once(scale: Scale, points: Sequence[dict], deadline: float = math.inf) -> int:
+    """Launch the plans of verify or prefill points on a few pages until the deadline, and return how many."""
+    bench = Session(clock(), scale)
+    launched = 0
+    with torch.no_grad():
+        pool = Pool(bench, 16 * scale.coarse_page, folded=True)
+        for point in points:
+            if time.monotonic() >= deadline:
+                break
+            if "topk" in point:
+                work = pool.verify(**point)
+                plans = [(work.q, levels) for levels in work.plans.values()]
+            else:
+                m, hit = point.values()
+                group = scale.centre[3]
+                table = torch.arange(-(-(m + hit) // scale.page), dtype=torch.int32, device=bench.clock.device)
+                levels = prefix_hit_levels([m + hit], [hit], scale.page, page_table=table[None])
+                q = bench.random(m, group * scale.num_kv_heads, scale.head_dim)
+                plans = [(q, [_folded(level, pool.tokens) for level in levels])]
+            for q, levels in plans:
+                planned(q, pool.k, pool.v, levels)()
+                launched += 1
+        bench.clock.wait()
+    return launched
+
+
+def _time_plans(bench: Session, work: VerifyPlans) -> dict[str, dict]:
+    """Every plan's answer held against float64, its time, what it must move, and its ratio to the naive plan."""
+    q, k = work.q, work.k
+    heads = dict(num_q_heads=q.shape[1], num_kv_heads=k.shape[2])
+    reference = reference_row(work)
+    token_bytes = 2 * k.shape[2] * k.shape[3] * k.element_size()
+    other_bytes = 2 * q.numel() * q.element_size() + q.shape[0] * q.shape[1] * 4
+    ledgers = {plan: ledger(levels, **heads) for plan, levels in work.plans.items()}
+    # copied pages are the naive plan's own: what any plan must load is what the shared pages hold
+    compulsory = ledgers["fused"].kv_tokens_unique
+    found, first = {}, None
+    for plan, levels in work.plans.items():
+        call = planned(q, work.k, work.v, levels)
+        state = call()
+        errors = hold(state, reference, plan)
+        first = state if first is None else first
+        agree(state, first, plan)
+        timing = bench.clock.measure(call)
+        must_move = compulsory * token_bytes + other_bytes
+        row = asdict(timing) | errors
+        row |= {
+            "kv_tokens": ledgers[plan].kv_tokens,
+            "kv_tokens_loaded": sum(_loaded(*x, q) for x in zip(ledgers[plan].levels, levels, strict=True)),
+            "bytes_must_move": must_move,
+            "bytes_per_s": must_move / timing.seconds,
+            "share_of_copy": must_move / timing.seconds / bench.copy_rate,
+        }
+        found[plan] = row
+    for row in found.values():
+        row["ratio_measured"] = found["naive"]["seconds"] / row["seconds"]
+        row["ratio_predicted"] = found["naive"]["kv_tokens"] / row["kv_tokens"]
+        row["ratio_loaded"] = found["naive"]["kv_tokens_loaded"] / row["kv_tokens_loaded"]
+    return found
+
+
+def _loaded(part: Ledger, level: Level, q: Tensor) -> int:
+    """Tokens per KV head that the launch of one level loads, its row tiles counted."""
+    rows = int(torch.diff(level.cu_seqlens_q).max())
+    tile = checks.launch_tile(rows * part.num_q_heads // part.num_kv_heads, q.shape[2], q.dtype)
+    return part.tile_tokens(tile.block_m)
+
+
+def reference_row(work: VerifyPlans) -> tuple[int, Tensor, Tensor]:
+    """One random row of the batch in float64, from parent links and slots alone: (row, o [H_q, D], lse [H_q])."""
+    batch, q = work.batch, work.q
+    row = int(torch.randint(batch.num_rows, ()))
+    request, i = next((r, row - n) for r, n, m in _spans(batch.row_counts) if n <= row < n + m)
+    tree = batch.trees[request]
+    node = tree.leaves[i] if batch.rows == "branch" else i
+    path = torch.tensor([*tree.ancestors(node), node], device=q.device)
+    slots = torch.cat((batch.prefix_slots(request), batch.draft_slots(request)[path]))
+    k, v = (x.view(-1, *x.shape[2:])[slots] for x in (work.k, work.v))
+    return row, *row_in_float64(q[row], k, v)
+
+
+def _spans(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    start = 0
+    for r, count in enumerate(counts):
+        yield r, start, count
+        start += count
