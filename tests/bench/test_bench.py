@@ -20,7 +20,7 @@ from cascade_lab import files, runtime
 from cascade_lab.bench import clock as clocks
 from cascade_lab.bench import command, cpu
 from cascade_lab.bench.cpu import Row
-from cascade_lab.bench.gpu import peers, report, run, session, verify
+from cascade_lab.bench.gpu import comparison, report, run, session, verify
 from cascade_lab.bench.record import write_record
 from cascade_lab.cli import main
 from cascade_lab.evidence import checks
@@ -181,6 +181,14 @@ def test_verify_plans_and_regions_give_rows_with_their_bounds(monkeypatch):
     assert [(row.unit, row.bound) for row in rows if row.section == "plans"] == [("ms", 50.0)]
     assert {row.bound for row in rows if row.section == "regions"} == {1.0}
     assert all(row.value is not None for row in rows)
+
+
+def test_merges_over_ranks_are_timed_against_a_bare_all_reduce(monkeypatch):
+    monkeypatch.setattr(cpu, "MERGED", (2, 3, 2, 4))
+    auto, reduce, gather = cpu.ranks(3)
+    assert [row.name.split(":")[0].split(", ")[1] for row in (auto, reduce, gather)] == ["auto", "reduce", "gather"]
+    assert (auto.bound, reduce.bound, gather.bound) == (cpu.RANKS_BOUND, None, None)
+    assert all(0 < row.low <= row.value <= row.high for row in (auto, reduce, gather))
 
 
 SMOKE_WITHOUT_NOTEBOOK_TOOLS = """
@@ -354,7 +362,7 @@ def test_a_peer_that_fails_is_noted_and_passed_over():
         raise ImportError("no such kernel\nsecond line")
 
     bench = session.Session(clocks.HostClock(), SMOKE)
-    assert peers._peer_row(bench, "theirs", make, None) == {
+    assert comparison._peer_row(bench, "theirs", make, None) == {
         "kernel": "theirs",
         "missing": "ImportError: no such kernel",
     }
@@ -367,7 +375,7 @@ def test_a_peer_with_another_answer_is_marked():
     o = torch.randn(3, 2, 4)
     bench = session.Session(clocks.HostClock(), SMOKE)
     rows = [
-        peers._peer_row(bench, "x", lambda factor=factor: Peer("x", lambda: o * factor), State(o, o[..., 0]))
+        comparison._peer_row(bench, "x", lambda factor=factor: Peer("x", lambda: o * factor), State(o, o[..., 0]))
         for factor in (1.0, 1.2)
     ]
     assert [row["agrees"] for row in rows] == [True, False]

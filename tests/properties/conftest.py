@@ -6,13 +6,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import configuration, settings
+from hypothesis import HealthCheck, configuration, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.properties.budget import EXAMPLES, FUZZING, SEED
 
-# No deadline, for a shared machine stalls, and no database: a seed is all that a run depends on.
-settings.register_profile("properties", deadline=None, database=None)
+# No deadline and no check of drawing times, for a shared machine stalls, and no database: a seed is all that a run
+# depends on.
+settings.register_profile("properties", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("properties")
 # whatever else Hypothesis keeps, such as tables of characters
 configuration.set_hypothesis_home_dir(Path(__file__).resolve().parents[2] / "build" / "hypothesis")

@@ -15,8 +15,8 @@ import torch
 from cascade_lab import runtime
 from cascade_lab.bench.clock import Clock, clock
 from cascade_lab.bench.gpu.answers import WrongAnswer
+from cascade_lab.bench.gpu.comparison import time_peers
 from cascade_lab.bench.gpu.costs import time_ceilings, time_costs
-from cascade_lab.bench.gpu.peers import time_peers
 from cascade_lab.bench.gpu.prefill import time_linear, time_prefill
 from cascade_lab.bench.gpu.report import break_even_rows, judge, print_summary
 from cascade_lab.bench.gpu.session import Scale, Session

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from cascade_lab.bench import peers as others
+from cascade_lab.bench import peers
 from cascade_lab.bench.gpu.answers import O_TOLERANCE, hold
 from cascade_lab.bench.gpu.prefill import prefill_work
 from cascade_lab.bench.gpu.session import Scale, Session, planned
@@ -40,7 +40,7 @@ def time_peers(bench: Session) -> Iterator[dict]:
             work = prefill_work(bench, n, 0, group)
             ours = planned(work.q, work.k, work.v, work.levels)
             yield shape | {"kernel": "cascade_lab prefill"} | asdict(bench.clock.measure(ours))
-            make = partial(others.sdpa_causal, work.q, work.k, work.v, work.levels[0])
+            make = partial(peers.sdpa_causal, work.q, work.k, work.v, work.levels[0])
             yield shape | _peer_row(bench, "sdpa_causal", make, ours())
 
 
@@ -73,8 +73,8 @@ def _peers_of(bench: Session, pool: Pool, shape: dict) -> Iterator[dict]:
         state = call()
         hold(state, reference, plan)
         yield shape | {"kernel": f"cascade_lab {plan}"} | asdict(bench.clock.measure(call))
-    verify_work = others.VerifyWork(q, k, v, coarse, naive.levels[0])
-    for make in others.VERIFY_PEERS:
+    verify_work = peers.VerifyWork(q, k, v, coarse, naive.levels[0])
+    for make in peers.VERIFY_PEERS:
         if time.monotonic() >= bench.deadline:
             bench.skipped.append(shape | {"kernel": make.__name__, "why": "time"})
             continue
@@ -82,7 +82,7 @@ def _peers_of(bench: Session, pool: Pool, shape: dict) -> Iterator[dict]:
         yield shape | _peer_row(bench, make.__name__, partial(make, verify_work, bench.max_autotune), state)
 
 
-def _peer_row(bench: Session, name: str, make: Callable[[], others.Peer], expected: State) -> dict:
+def _peer_row(bench: Session, name: str, make: Callable[[], peers.Peer], expected: State) -> dict:
     """A peer's time, or why there is none. Whatever goes wrong in foreign code is noted and passed over."""
     try:
         peer = make()
