@@ -1,7 +1,11 @@
 """cascade_lab: how attention splits, what a cascade saves, and what a prefix-cache hit is worth.
 
-A computation is a list of levels, passes of query rows over cached tokens, whose states merge by log-sum-exp.
+A computation is a list of levels, passes of query rows over cached tokens, whose states merge by log-sum-exp. The
+package's modules are attributes, loaded when first asked for; `attention` is the function.
 """
+
+import importlib
+from typing import TYPE_CHECKING
 
 from cascade_lab import regions, runtime  # first: it sets Triton's interpreter switch
 from cascade_lab.applicability import check_applicability
@@ -86,3 +90,46 @@ __all__ = [
     "scale_breakdown",
     "should_cascade",
 ]
+
+_MODULES = (
+    "applicability",
+    "calibration",
+    "distributed",
+    "drafts",
+    "evidence",
+    "levels",
+    "paging",
+    "prefix",
+    "rules",
+    "sharding",
+    "states",
+    "traces",
+    "trigger",
+)
+
+if TYPE_CHECKING:
+    from cascade_lab import (  # isort: skip
+        applicability as applicability,
+        calibration as calibration,
+        distributed as distributed,
+        drafts as drafts,
+        evidence as evidence,
+        levels as levels,
+        paging as paging,
+        prefix as prefix,
+        rules as rules,
+        sharding as sharding,
+        states as states,
+        traces as traces,
+        trigger as trigger,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

@@ -14,6 +14,8 @@ from cascade_lab.calibration import calibrate
 from cascade_lab.prefix import KINDS, _check_ratio, effective_hit, linear_remaining, remaining
 from cascade_lab.regions import Dense, Region, check_length
 
+__all__ = ["Case", "Finding", "check_applicability"]
+
 
 @dataclass(frozen=True)
 class Case:

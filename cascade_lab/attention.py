@@ -18,6 +18,8 @@ from cascade_lab import ops, paging, runtime
 from cascade_lab.backends import Pass
 from cascade_lab.states import State
 
+__all__ = ["attention"]
+
 INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}
 INPUT_DTYPES["torch"] = (*INPUT_DTYPES["triton"], torch.float64)
 MAX_SPLITS = 1024

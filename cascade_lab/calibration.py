@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+__all__ = ["Calibration", "calibrate", "feature_errors"]
+
 FOLDS = 5
 FEATURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "triangle": lambda L, x: 2 * L * x + x * x,

@@ -35,19 +35,33 @@ from cascade_lab.attention import check_heads
 from cascade_lab.levels import Level, cascade_attention, check_at_least, check_plan
 from cascade_lab.sharding import (
     Shard,
-    check_counted_once,
-    check_rank,
-    check_replicated,
-    deal_level,
+    _check_counted_once,
+    _check_rank,
+    _check_replicated,
+    _deal_level,
+    _key_rectangles,
     held_tokens,
-    key_rectangles,
     ring_levels,
 )
 from cascade_lab.states import OUT_DTYPES, State, check_state, merge_state, merge_states
 
+__all__ = [
+    "ALGORITHMS",
+    "LocalCache",
+    "MODES",
+    "WIRE_DTYPES",
+    "merge_across_ranks",
+    "merge_bytes",
+    "ring_attention",
+    "sharded_attention",
+]
+
 MODES = ("all", "scatter")
+"""Where the merged rows go: all of them to all ranks, or to each rank its share."""
 ALGORITHMS = ("auto", "gather", "reduce", "exchange")
+"""How states travel in `merge_across_ranks`; "auto" takes the one that sends least."""
 WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What partial outputs may be sent as."""
 # bytes in which a rank tells the others of its arguments, blanks included: one size, whatever the call
 _MESSAGE_BYTES = 512
 # letters of one argument, so that all of a call find room
@@ -117,7 +131,7 @@ def merge_bytes(
         TypeError, ValueError: a size that is no number of states, a rank outside the group, an unknown mode, or
             "scatter" with heads that W does not divide.
     """
-    check_rank(rank, world_size)
+    _check_rank(rank, world_size)
     for name, size, low in (("T", T, 0), ("H", H, 0), ("D", D, 1)):
         check_at_least(name, size, low)
     return _merge_bytes(T, H, D, world_size, mode, wire_dtype, out_dtype, lse_dtype, rank)
@@ -223,9 +237,9 @@ def sharded_attention(
         for i, level in enumerate(levels):
             if not isinstance(level, Level):
                 raise TypeError(f"levels[{i}]: expected a Level, given {type(level).__name__}")
-        shared = check_replicated(replicated, len(levels))
+        shared = _check_replicated(replicated, len(levels))
         rank, world_size = _wire.place(group)
-        return [deal_level(level, rank, world_size) if i in shared else level for i, level in enumerate(levels)]
+        return [_deal_level(level, rank, world_size) if i in shared else level for i, level in enumerate(levels)]
 
     def attend() -> State:
         own = plan()
@@ -456,7 +470,7 @@ def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, g
                 paging.check_page_table(level.page_table, level.cache_seqlens, fine_pages, level.page_size)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
-        rectangles = key_rectangles(own, page_ids, page_size)
+        rectangles = _key_rectangles(own, page_ids, page_size)
         return {
             "T": len(q),
             "number of levels": len(own),
@@ -468,12 +482,12 @@ def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, g
 
     _agree(describe, group, where)
     rank, _ = _wire.place(group)
-    check_counted_once(_wire.gather_rows(np.insert(rectangles, 5, rank, axis=1), group, where))
+    _check_counted_once(_wire.gather_rows(np.insert(rectangles, 5, rank, axis=1), group, where))
 
 
 def _digest(levels: Sequence[Level], page_ids: Tensor, page_size: int) -> str:
     """A text that changes with the levels' rows, the slots of the whole cache that they read, and their masks."""
-    told = key_rectangles(levels, page_ids, page_size).tobytes()
+    told = _key_rectangles(levels, page_ids, page_size).tobytes()
     for level in levels:
         told += repr(level.causal).encode()
         for name in ("tree_mask", "tail_seqlens"):

@@ -23,8 +23,12 @@ import torch
 from cascade_lab import paging
 from cascade_lab.levels import Level, check_at_least
 
+__all__ = ["CopiedTails", "DraftTree", "PLANS", "ROWS", "VerifyBatch"]
+
 PLANS = ("naive", "cascade", "fused")
+"""What `VerifyBatch.levels` may be asked for."""
 ROWS = ("node", "branch")
+"""Whether every draft token queries, or the last one of each branch alone."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from cascade_lab import paging, runtime
 from cascade_lab.attention import check_heads, check_pass, run_passes
 from cascade_lab.states import State
 
+__all__ = ["Ledger", "Level", "cascade_attention", "ledger"]
+
 # page-table entries that the ledger looks at together
 SPAN_BLOCK = 1 << 22
 

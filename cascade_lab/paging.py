@@ -11,6 +11,19 @@ from collections.abc import Sequence
 
 import torch
 
+__all__ = [
+    "branch_capacity",
+    "build_page_table",
+    "check_page_table",
+    "dense_page_table",
+    "page_table_from_csr",
+    "page_table_to_csr",
+    "pages_needed",
+    "shared_prefix_len",
+    "split_kv_cache",
+    "token_slots",
+]
+
 
 def pages_needed(length: int | torch.Tensor, page_size: int) -> int | torch.Tensor:
     """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor."""

@@ -24,8 +24,28 @@ from cascade_lab import paging
 from cascade_lab.levels import Level
 from cascade_lab.regions import check_hit, check_length, triangle
 
+__all__ = [
+    "ENGINE_RULES",
+    "KINDS",
+    "PrefillTerms",
+    "effective_hit",
+    "executed_tiles",
+    "hand_over",
+    "interactions",
+    "linear_remaining",
+    "prefix_hit_levels",
+    "remaining",
+    "remaining_limit",
+    "remaining_scattered",
+    "scale_breakdown",
+    "tile_remaining",
+    "uniform_scaling_errors",
+]
+
 KINDS = ("interaction", "linear", "fixed", "transfer", "other")
+"""What a bucket of prefill time may scale with, as `scale_breakdown` takes it."""
 ENGINE_RULES = ("whole pages", "never the last page")
+"""How engines cut a match down to the hit that they use, as `effective_hit` takes it."""
 
 
 def interactions(n: int, hit: int = 0) -> int:

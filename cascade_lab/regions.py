@@ -17,6 +17,24 @@ from fractions import Fraction
 
 import numpy as np
 
+__all__ = [
+    "CSA",
+    "Chunked",
+    "Compressed",
+    "Dense",
+    "HCA",
+    "MLA",
+    "Mixture",
+    "NSA",
+    "Region",
+    "SinkWindow",
+    "SlidingWindow",
+    "TopK",
+    "TopKBlocks",
+    "deepseek_sparse",
+    "triangle",
+]
+
 Count = int | np.ndarray
 
 

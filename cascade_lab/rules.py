@@ -14,6 +14,8 @@ import torch
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.trigger import DeviceModel, should_cascade
 
+__all__ = ["RuleRow", "flashinfer_rule", "rule_table", "sglang_rule", "vllm_rule"]
+
 
 def sglang_rule(topk: int, *, sliding_window: bool = False) -> bool:
     """SGLang's FlashAttention-3 backend in target verification: topk > 1 and no sliding-window layer. Nothing else."""

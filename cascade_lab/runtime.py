@@ -17,8 +17,20 @@ from importlib import metadata
 
 import torch
 
+__all__ = [
+    "BACKENDS",
+    "checks_enabled",
+    "device",
+    "device_reason",
+    "provenance",
+    "require_triton",
+    "triton_mode",
+    "unchecked",
+]
+
 SWITCH = "TRITON_INTERPRET"
 BACKENDS = ("auto", "triton", "torch")
+"""What a call's `backend` may be."""
 
 if SWITCH not in os.environ and torch.cuda.device_count() == 0:
     os.environ[SWITCH] = "1"

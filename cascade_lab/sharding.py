@@ -24,8 +24,26 @@ from cascade_lab import paging, runtime
 from cascade_lab.levels import Ledger, Level, check_at_least, check_plan, ledger
 from cascade_lab.regions import Dense, Region, check_length
 
+__all__ = [
+    "PAGE_LAYOUTS",
+    "RankLedger",
+    "Shard",
+    "TOKEN_LAYOUTS",
+    "held_rows",
+    "held_tokens",
+    "imbalance",
+    "rank_pairs",
+    "ring_ledgers",
+    "ring_levels",
+    "shard_levels",
+    "sharded_ledgers",
+    "split_tokens",
+]
+
 PAGE_LAYOUTS = ("contiguous", "interleaved")
+"""How `shard_levels` deals pages to ranks: in runs, or in turns."""
 TOKEN_LAYOUTS = ("contiguous", "zigzag")
+"""How `split_tokens` deals a prompt to ranks: in runs, or each rank an early and a late slice."""
 
 Slices = tuple[tuple[int, int], ...]
 
@@ -75,10 +93,10 @@ def shard_levels(
     Raises:
         TypeError, ValueError: an argument out of range, or a level that cannot be sharded.
     """
-    check_rank(rank, world_size)
+    _check_rank(rank, world_size)
     _check_layout(layout, PAGE_LAYOUTS)
     check_plan(levels)
-    replicated = check_replicated(replicated, len(levels))
+    replicated = _check_replicated(replicated, len(levels))
     page_size = max(level.page_size for level in levels)
     parts, kept = [], []
     for i, level in enumerate(levels):
@@ -110,13 +128,13 @@ def shard_levels(
     )
 
 
-def deal_level(level: Level, rank: int, world_size: int) -> Level:
+def _deal_level(level: Level, rank: int, world_size: int) -> Level:
     """This rank's part of a level that every rank holds: the keys of request i are read on rank i mod W alone.
 
     Raises:
         TypeError, ValueError: a rank outside the group, or a level whose offsets or lengths are no tensors.
     """
-    check_rank(rank, world_size)
+    _check_rank(rank, world_size)
     for name in ("cu_seqlens_q", "cache_seqlens"):
         runtime.check_is_tensor(name, getattr(level, name))
     requests = len(level.cache_seqlens)
@@ -193,8 +211,8 @@ def ring_levels(
     Raises:
         TypeError, ValueError: a rank outside the group, or as `split_tokens`.
     """
-    check_rank(rank, world_size)
-    check_rank(holder, world_size)
+    _check_rank(rank, world_size)
+    _check_rank(holder, world_size)
     shares = [split_tokens(n, world_size, layout) for n in prompt_lens]
     rows = [share[rank] for share in shares]
     cu = _offsets([stop - start for slices in rows for start, stop in slices])
@@ -271,7 +289,7 @@ def sharded_ledgers(
     ledgers = []
     for rank in range(world_size):
         shard = shard_levels(levels, rank, world_size, layout=layout, replicated=replicated)
-        counts = ledger(own_levels(shard, rank, world_size))
+        counts = ledger(_own_levels(shard, rank, world_size))
         ledgers.append(RankLedger(rank, counts.kv_tokens, counts.pairs, sent[rank]))
     return ledgers
 
@@ -307,10 +325,10 @@ def ring_ledgers(
     return ledgers
 
 
-def own_levels(shard: Shard, rank: int, world_size: int) -> list[Level]:
+def _own_levels(shard: Shard, rank: int, world_size: int) -> list[Level]:
     """The levels that a rank really reads: sharded ones as they are, replicated ones dealt out."""
     return [
-        deal_level(level, rank, world_size) if i in shard.replicated else level for i, level in enumerate(shard.levels)
+        _deal_level(level, rank, world_size) if i in shard.replicated else level for i, level in enumerate(shard.levels)
     ]
 
 
@@ -322,7 +340,7 @@ def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: st
     Raises:
         TypeError, ValueError: a rank outside the group, or as `split_tokens`.
     """
-    check_rank(rank, world_size)
+    _check_rank(rank, world_size)
     starts = _offsets(prompt_lens)
     shares = [split_tokens(n, world_size, layout)[rank] for n in prompt_lens]
     runs = [
@@ -347,7 +365,7 @@ def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: str = "zigz
     return [sum(stop - start for share in shares for start, stop in share[rank]) for rank in range(world_size)]
 
 
-def check_replicated(replicated: Collection[int], num_levels: int) -> tuple[int, ...]:
+def _check_replicated(replicated: Collection[int], num_levels: int) -> tuple[int, ...]:
     """The indices, sorted.
 
     Raises:
@@ -364,7 +382,7 @@ def check_replicated(replicated: Collection[int], num_levels: int) -> tuple[int,
     return tuple(sorted(replicated))
 
 
-def key_rectangles(levels: Sequence[Level], page_ids: torch.Tensor, page_size: int) -> np.ndarray:
+def _key_rectangles(levels: Sequence[Level], page_ids: torch.Tensor, page_size: int) -> np.ndarray:
     """What the rows of `levels` read: `[n, 5]` int64 of slot start, slot stop, row start, row stop, level.
 
     Slots are of the whole cache, page_ids x page_size + offset, so the keys of different ranks can be compared.
@@ -384,13 +402,13 @@ def key_rectangles(levels: Sequence[Level], page_ids: torch.Tensor, page_size: i
     return np.concatenate(parts)
 
 
-def check_counted_once(rectangles: np.ndarray) -> None:
+def _check_counted_once(rectangles: np.ndarray) -> None:
     """Refuse a plan in which a row reads a slot twice, be it on one rank or on two.
 
     A key that a level's mask hides counts as read.
 
     Args:
-        rectangles: `[n, 6]` int64, those of `key_rectangles` and the rank as a last column, of all ranks.
+        rectangles: `[n, 6]` int64, those of `_key_rectangles` and the rank as a last column, of all ranks.
 
     Raises:
         ValueError: naming the slot, the row, and the two places that count it.
@@ -459,7 +477,7 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
     return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).tolist()
 
 
-def check_rank(rank: int, world_size: int) -> None:
+def _check_rank(rank: int, world_size: int) -> None:
     """Refuse, with TypeError or ValueError, a rank outside 0 to world_size - 1."""
     check_at_least("world_size", world_size, 1)
     check_at_least("rank", rank, 0)

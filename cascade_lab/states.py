@@ -18,6 +18,17 @@ from torch import Tensor
 
 from cascade_lab import runtime
 
+__all__ = [
+    "State",
+    "lse_from_base2",
+    "lse_from_heads_first",
+    "lse_from_padded",
+    "lse_to_base2",
+    "lse_to_heads_first",
+    "merge_state",
+    "merge_states",
+]
+
 LN2 = math.log(2.0)
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -26,6 +26,22 @@ import torch
 from cascade_lab.backends.triton.config import splits_for, tile_for
 from cascade_lab.drafts import PLANS, ROWS, VerifyBatch
 
+__all__ = [
+    "A100",
+    "B200",
+    "DEVICES",
+    "Decision",
+    "DeviceModel",
+    "H100",
+    "H200",
+    "PUBLISHED",
+    "Prediction",
+    "PublishedCase",
+    "break_even_prefix",
+    "calibrate",
+    "should_cascade",
+]
+
 
 @dataclass(frozen=True)
 class DeviceModel:
@@ -66,22 +82,27 @@ A100 = DeviceModel(
     "NVIDIA A100 80GB datasheet: 2039 GB/s, 312 TFLOPS dense bf16; A100 architecture whitepaper: 108 SMs, 40 MB L2; "
     f"{_ASSUMED}, L2 4.3 TB/s (60% of 5120 bytes per clock at 1.41 GHz)",
 )  # fmt: skip
+"""An A100 SXM of 80 GB, from its data sheets."""
 H100 = DeviceModel(
     "H100 SXM", 3.35e12, 5.5e12, 50 * _MiB, 4e-6, 989e12, 132,
     "NVIDIA H100 datasheet: 3.35 TB/s, 1979 TFLOPS bf16 with sparsity (989 dense); H100 architecture whitepaper: "
     f"132 SMs, 50 MB L2; {_ASSUMED}, L2 5.5 TB/s (no datasheet states it)",
 )  # fmt: skip
+"""An H100 SXM, from its data sheets."""
 H200 = DeviceModel(
     "H200 SXM", 4.8e12, 5.5e12, 50 * _MiB, 4e-6, 989e12, 132,
     "NVIDIA H200 datasheet: 4.8 TB/s, 1979 TFLOPS bf16 with sparsity (989 dense); SMs and L2 as the H100, whose chip "
     f"it is; {_ASSUMED}, L2 5.5 TB/s as for the H100",
 )  # fmt: skip
+"""An H200 SXM, from its data sheets."""
 B200 = DeviceModel(
     "B200", 8.0e12, 10e12, 126 * _MiB, 4e-6, 2250e12, 148,
     "NVIDIA HGX B200 datasheet: 8 TB/s, 4.5 PFLOPS bf16 with sparsity (2.25 dense) per GPU; 148 SMs as the driver "
     f"reports; {_ASSUMED}, L2 126 MB and 10 TB/s (neither is in the datasheet)",
 )  # fmt: skip
+"""A B200, from its data sheets."""
 DEVICES = {"A100": A100, "H100": H100, "H200": H200, "B200": B200}
+"""The four devices above by name."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 An import is an edge from a module to the module that defines what it takes: a name that a package passes on counts as
 its definer's, and `package.name` counts like `from package import name`. Imports inside functions count like all
-others. Nothing is imported to find out, and modules reached by a computed name are not seen.
+others. Nothing is imported to find out, and modules reached by a computed name are not seen: neither those that a
+package loads when it is first asked for them, nor the lines that tell a type checker so.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def imports(folder: Path) -> dict[str, set[str]]:
         if parts[-1] == "__init__":
             parts = parts[:-1]
             packages.add(".".join(parts))
-        trees[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        if path.stem == "__init__":
+            tree.body = [node for node in tree.body if not _is_for_checkers(node)]
+        trees[".".join(parts)] = tree
     taken = {module: list(_names(module, module in packages, tree)) for module, tree in trees.items()}
     # what a package takes from its modules, and so passes on: package, name -> where it comes from
     passed_on = {(package, name): (source, origin) for package in packages for name, source, origin in taken[package]}
@@ -114,6 +118,10 @@ def allowed(module: str, target: str) -> bool:
     """
     here, there, within = room(module), room(target), target.partition(".")[2]
     return not within or here == there or not {there, within}.isdisjoint(ROOMS[here].may_import)
+
+
+def _is_for_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _names(module: str, is_package: bool, tree: ast.AST) -> Iterator[tuple[str, str, str]]:

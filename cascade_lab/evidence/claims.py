@@ -19,10 +19,14 @@ from numbers import Rational, Real
 
 from cascade_lab.files import one_line
 
+__all__ = ["AtLeast", "AtMost", "Claim", "INSTRUMENTS", "VERDICTS", "claim", "claims_table"]
+
 MIME = "application/vnd.cascade-lab.claim+json"
 INSTRUMENTS = ("derived", "oracle", "counted", "timed", "recorded")
+"""What measured: exact arithmetic, the float64 oracle, a counter, a clock, or a stored measurement."""
 HOLDS, FAILS, NOT_MEASURED = "holds", "fails", "not measured here"
 VERDICTS = (HOLDS, FAILS, NOT_MEASURED)
+"""What a claim may come to."""
 COLUMNS = ("id", "statement", "instrument", "expected", "measured", "verdict")
 
 _MACHINE_BOUND = ("timed", "recorded")

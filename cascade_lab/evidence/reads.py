@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascade_lab import runtime
 
+__all__ = ["Launch", "OutOfBounds", "Program", "Record", "TensorRecord", "record_loads"]
+
 
 class OutOfBounds(RuntimeError):
     """A kernel touched memory that belongs to no registered tensor; raised in place of the access."""

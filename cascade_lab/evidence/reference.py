@@ -14,6 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = [
+    "Reference",
+    "StateError",
+    "assert_state_close",
+    "attention_oracle",
+    "merge_oracle",
+    "state_error",
+    "visible_keys",
+]
+
 
 class Reference(NamedTuple):
     """`o` [T, H_q, D_v] and natural-log `lse` [T, H_q], both float64 unless another dtype was asked for."""

@@ -76,6 +76,7 @@ CONVERSATION = Traffic(
     sessions_per_second=2.1,
     max_tokens=131072,
 )
+"""Chats with long pauses, fitted to Mooncake's published conversation trace."""
 AGENTIC = Traffic(
     block_size=64,
     system_tokens=0,
@@ -92,6 +93,7 @@ AGENTIC = Traffic(
     sessions_per_second=0.02,
     max_tokens=1000000,
 )
+"""Coding agents at work, fitted to published sessions: long contexts that are nearly always found again."""
 
 
 def generate(seed: int = 0, requests: int = 2000, *, traffic: Traffic = CONVERSATION) -> list[Request]:

@@ -12,9 +12,12 @@ from typing import Literal, NamedTuple
 from cascade_lab.files import one_line, open_regular, text_fault, unique_keys
 
 BLOCK_SIZE = 512
+"""Tokens per id in Mooncake's published traces."""
 MAX_TOKENS = 10**9
+"""The most tokens that a request of a file may have."""
 # a million tokens in blocks of one, with room; what a line can make of it in memory is some 20 times that
 MAX_LINE = 1 << 24
+"""The most bytes that a line of a file may have."""
 OnError = Literal["raise", "skip"]
 _BOM = b"\xef\xbb\xbf"
 _mooncake_fields = itemgetter("timestamp", "input_length", "output_length", "hash_ids")

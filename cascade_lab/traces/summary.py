@@ -63,6 +63,7 @@ MODELS: dict[str, ModelShape] = {
         ModelShape("Qwen3-235B-A22B", 94, 4096, 64, 4, 128, 8 * 1536, 128, source="Qwen/Qwen3-235B-A22B config.json"),
     )
 }
+"""The shapes of published models by name, from their own configurations."""
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ from cascade_lab.sharding import (
     PAGE_LAYOUTS,
     TOKEN_LAYOUTS,
     Shard,
-    check_counted_once,
-    check_replicated,
-    deal_level,
+    _check_counted_once,
+    _check_replicated,
+    _deal_level,
+    _key_rectangles,
+    _own_levels,
     held_tokens,
     imbalance,
-    key_rectangles,
-    own_levels,
     rank_pairs,
     ring_ledgers,
     ring_levels,
@@ -103,15 +103,15 @@ def assert_dealt_once(levels, world_size: int, layout: str, replicated=()) -> li
         shard_levels(levels, rank, world_size, layout=layout, replicated=replicated) for rank in range(world_size)
     ]
     parts = [
-        keys_of_rows(own_levels(shard, rank, world_size), shard.page_ids, page_size)
+        keys_of_rows(_own_levels(shard, rank, world_size), shard.page_ids, page_size)
         for rank, shard in enumerate(shards)
     ]
     assert sum(parts, Counter()) == whole
     rectangles = [
-        np.insert(key_rectangles(own_levels(shard, rank, world_size), shard.page_ids, page_size), 5, rank, axis=1)
+        np.insert(_key_rectangles(_own_levels(shard, rank, world_size), shard.page_ids, page_size), 5, rank, axis=1)
         for rank, shard in enumerate(shards)
     ]
-    check_counted_once(np.concatenate(rectangles))
+    _check_counted_once(np.concatenate(rectangles))
     return shards
 
 
@@ -242,18 +242,18 @@ def test_slots_beyond_32_bits_stay_apart(layout):
     slots = [
         (start, stop)
         for shard in shards
-        for start, stop, *_ in key_rectangles(shard.levels, shard.page_ids, 64).tolist()
+        for start, stop, *_ in _key_rectangles(shard.levels, shard.page_ids, 64).tolist()
     ]
     # slots 0 and 2^32 are the same in 32 bits
     assert sorted(slots) == sorted((page * 64, page * 64 + 64 - (page == 3)) for page in pages)
     rectangles = [
-        np.insert(key_rectangles(shard.levels, shard.page_ids, 64), 5, rank, axis=1)
+        np.insert(_key_rectangles(shard.levels, shard.page_ids, 64), 5, rank, axis=1)
         for rank, shard in enumerate(shards)
     ]
-    check_counted_once(np.concatenate(rectangles))
+    _check_counted_once(np.concatenate(rectangles))
     # ... and so are those of one rank that holds 2^31 slots
     far = Level(offsets([1]), int32([[0, 2048]]), int32([(1 << 20) + 5]), 1 << 20)
-    found = key_rectangles([far], torch.arange(2049), 1 << 20)
+    found = _key_rectangles([far], torch.arange(2049), 1 << 20)
     assert found[:, :2].tolist() == [[0, 1 << 20], [1 << 31, (1 << 31) + 5]]
 
 
@@ -296,16 +296,16 @@ def test_arguments_out_of_range_are_refused():
     refused(ValueError, r"levels\[0\] 'decode': cache_seqlens: expected 0 to 16 .*given 17", beyond, 0, 2)
     refused(ValueError, "cu_seqlens_q: expected the 2 rows", [*levels, decode_level([1], 4)], 0, 2)
     with pytest.raises(ValueError, match="rank: expected a number below world_size = 2"):
-        deal_level(levels[0], 2, 2)
+        _deal_level(levels[0], 2, 2)
     with pytest.raises(TypeError, match="cache_seqlens: expected a tensor, given list"):
-        deal_level(replace(levels[0], cache_seqlens=[9, 4]), 0, 2)
-    assert check_replicated({2, 0}, 3) == (0, 2)
+        _deal_level(replace(levels[0], cache_seqlens=[9, 4]), 0, 2)
+    assert _check_replicated({2, 0}, 3) == (0, 2)
 
 
 def test_a_dealt_tree_level_has_no_tail_where_it_has_no_keys():
     (fused,) = verify_levels("fused", "node", 4)
     for rank in range(2):
-        dealt = deal_level(replace(fused, tail_seqlens=None), rank, 2)
+        dealt = _deal_level(replace(fused, tail_seqlens=None), rank, 2)
         rows = fused.cu_seqlens_q.diff().tolist()
         assert dealt.tail_seqlens.tolist() == [n if r % 2 == rank else 0 for r, n in enumerate(rows)]
         assert dealt.cache_seqlens.tolist() == [
@@ -332,7 +332,7 @@ def test_a_key_counted_twice_is_refused_with_its_places(one, other, slot, row):
     apart = [rectangle((100 + 4 * i, 104 + 4 * i), (0, 9), rank=i % 3) for i in range(5)]
     for pair in ([one, other], [other, one]):
         with pytest.raises(ValueError, match=f"given slot {slot} twice for row {row}: in levels") as raised:
-            check_counted_once(np.array([*apart[:2], *pair, *apart[2:]], dtype=np.int64))
+            _check_counted_once(np.array([*apart[:2], *pair, *apart[2:]], dtype=np.int64))
         for x in pair:
             assert f"levels[{x[4]}] on rank {x[5]}" in str(raised.value)
 
@@ -347,8 +347,8 @@ def test_keys_that_are_not_shared_are_not_refused():
         rectangle((8, 9), (0, 4), level=1),
     ]
     for order in (rectangles, rectangles[::-1]):
-        check_counted_once(np.array(order, dtype=np.int64))
-    check_counted_once(np.zeros((0, 6), np.int64))
+        _check_counted_once(np.array(order, dtype=np.int64))
+    _check_counted_once(np.zeros((0, 6), np.int64))
 
 
 def test_the_check_finds_what_a_look_at_every_slot_finds():
@@ -366,20 +366,20 @@ def test_the_check_finds_what_a_look_at_every_slot_finds():
         verdicts[twice] += 1
         if twice:
             with pytest.raises(ValueError, match="twice for row") as raised:
-                check_counted_once(rectangles)
+                _check_counted_once(rectangles)
             slot, row = re.search(r"slot (\d+) twice for row (\d+)", str(raised.value)).groups()
             assert cells[int(slot), int(row)] > 1
         else:
-            check_counted_once(rectangles)
+            _check_counted_once(rectangles)
     assert min(verdicts[True], verdicts[False]) > 50
 
 
 def test_a_plan_without_rows_or_keys_has_nothing_to_compare():
     level = decode_level([9, 4, 0], 4, rows=[0, 2, 3])
     shard = shard_levels([level], 0, 1)
-    assert key_rectangles(shard.levels, shard.page_ids, 4)[:, 2:4].tolist() == [[0, 2]]
+    assert _key_rectangles(shard.levels, shard.page_ids, 4)[:, 2:4].tolist() == [[0, 2]]
     none = replace(level, cache_seqlens=int32([0, 0, 0]))
-    assert key_rectangles([none], torch.arange(9), 4).shape == (0, 5)
+    assert _key_rectangles([none], torch.arange(9), 4).shape == (0, 5)
 
 
 @pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
