@@ -1,12 +1,11 @@
-"""The API reference: one page for each public module, made of its docstrings.
+"""The API reference: one page for each public module, made of the docstrings of the names in its `__all__`.
 
-pdoc reads the modules; the pages have the look of the site and need no script. Public is what has a docstring and no
-leading underscore, in the package's own modules, less those that only run or prove it.
+pdoc reads the modules; the pages have the look and the navigation of the site and need no script. pdoc's own templates
+have a navigation of their own, and headings and ids that a screen reader cannot follow.
 """
 
 from __future__ import annotations
 
-import html
 import importlib
 import inspect
 import pkgutil
@@ -20,17 +19,15 @@ import pdoc.docstrings
 import cascade_lab
 from cascade_lab.book import markdown
 from cascade_lab.book.export import render
+from cascade_lab.book.layout import PUBLIC
 
 PACKAGE = "cascade_lab"
-# What a notebook's author calls besides the package; everything else in evidence is for the runner.
-WITH_EVIDENCE = ("evidence.claims",)
-_LEFT_OUT = ("__main__", "backends", "cli", "evidence", "bench", "book", "files", "ops", "pictures", "trace_report")
-_WIDE = 96
+_LONG = 60
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One documented name: a function, a class, a method or a property."""
+    """One documented name: a function, a class, a constant, a method or a property."""
 
     name: str
     anchor: str
@@ -46,126 +43,113 @@ def pages(navigation: Sequence[tuple[str, str, str]]) -> Iterator[tuple[str, str
         navigation: as for a notebook's page; addresses as seen from the folder above.
     """
     shown = {name: pdoc.doc.Module(importlib.import_module(f"{PACKAGE}.{name}")) for name in module_names()}
-    places = {}
+    places, homes = {}, {}
     for name, module in shown.items():
-        for member in _public(module):
-            places.setdefault(member.name, f"{name}.html#{member.qualname}")
-            places.setdefault(f"{name.rpartition('.')[2]}.{member.name}", f"{name}.html#{member.qualname}")
+        for member in module.members.values():
+            homes.setdefault(member.name, name)
+            places.setdefault(member.name, f"{name}.html#{member.name}")
+            places.setdefault(f"{name.rpartition('.')[2]}.{member.name}", f"{name}.html#{member.name}")
     for name in shown:
         places.setdefault(name, f"{name}.html")
-    exported = [name for name in cascade_lab.__all__ if name in places]
+        places.setdefault(name.rpartition(".")[2], f"{name}.html")
 
     def link(text: str) -> str:
         return places.get(text.removeprefix(f"{PACKAGE}.").removesuffix("()"), "")
 
-    objects = {name: getattr(cascade_lab, name) for name in exported}
-    yield (
-        "index.html",
-        _page(
-            PACKAGE,
-            _text(cascade_lab.__doc__, link),
-            navigation,
-            modules=[(name, _summary(module.docstring, link)) for name, module in shown.items()],
-            names=[(name, places[name], _summary(inspect.getdoc(objects[name]) or "", link)) for name in exported],
-        ),
-    )
-    for name, module in shown.items():
-        top, rest = [], []
-        for member in _public(module):
-            own = getattr(cascade_lab, member.name, None) is member.obj and member.name in cascade_lab.__all__
-            (top if own else rest).append(_entry(member, link))
-        groups = [(f"In <code>{PACKAGE}</code>", top), (f"In <code>{PACKAGE}.{html.escape(name)}</code>", rest)]
-        yield (
-            f"{name}.html",
-            _page(
-                f"{PACKAGE}.{name}",
-                _text(module.docstring, link),
-                navigation,
-                groups=[(heading, members) for heading, members in groups if members],
-            ),
+    groups = [
+        (
+            heading,
+            [
+                (name, _summary(shown[name].docstring, link), list(shown[name].members))
+                for name in names
+                if name in shown
+            ],
         )
+        for heading, names in PUBLIC.items()
+    ]
+    top = {name: homes[name] for name in cascade_lab.__all__ if name in homes}
+    yield "index.html", _page(PACKAGE, _text(cascade_lab.__doc__, link), navigation, groups=groups, top=top)
+    for name, module in shown.items():
+        calls = sorted((one for one in module.members.values() if one.kind != "variable"), key=_place)
+        members = [_entry(member, module, link) for member in calls]
+        constants = [_entry(one, module, link) for one in module.members.values() if one.kind == "variable"]
+        short = [entry.name for entry in members if top.get(entry.name) == name]
+        text = _text(module.docstring, link)
+        content = {"members": members, "constants": constants, "short": short}
+        yield f"{name}.html", _page(f"{PACKAGE}.{name}", text, navigation, **content)
 
 
 def module_names() -> list[str]:
     """The documented modules, named within the package."""
-    found = sorted(m.name for m in pkgutil.iter_modules(cascade_lab.__path__))
-    return [name for name in found if name not in _LEFT_OUT and not name.startswith("_")] + list(WITH_EVIDENCE)
+    return [name for names in PUBLIC.values() for name in names]
 
 
 def _page(title: str, text: str, navigation: Sequence[tuple[str, str, str]], **content: object) -> str:
-    blank = {"modules": [], "names": [], "groups": []}
     page = {"title": title, "text": text, "navigation": navigation, "root": "../", "here": "api/index.html"}
+    blank = {"groups": [], "top": {}, "members": [], "constants": [], "short": []}
     return render("api.html.j2", **(blank | page | content))
 
 
-def _public(module: pdoc.doc.Module) -> list[pdoc.doc.Doc]:
-    # imported names belong to the module that defines them
-    return [
-        member
-        for member in module.members.values()
-        if not member.name.startswith("_")
-        and member.docstring
-        and member.kind in ("class", "function")
-        and member.taken_from[0] == module.modulename
-    ]
+def _place(member: pdoc.doc.Doc) -> tuple[str, int]:
+    """Where a name is defined, so that a page keeps the order of the derivation."""
+    return str(member.source_file), (member.source_lines or (0, 0))[0]
 
 
-def _entry(member: pdoc.doc.Doc, link: Callable[[str], str]) -> Entry:
+def _entry(member: pdoc.doc.Doc, module: pdoc.doc.Module, link: Callable[[str], str]) -> Entry:
     parts = ()
     if member.kind == "class":
-        parts = tuple(
-            _entry(part, link)
-            for part in member.own_members
-            if not part.name.startswith("_") and part.docstring and not part.docstring.startswith("Alias for field")
-        )
-    return Entry(member.name, member.qualname, _signature(member), _text(member.docstring, link), parts)
+        own = [part for part in member.own_members if not part.name.startswith("_") and part.docstring]
+        parts = tuple(_entry(part, module, link) for part in own if not part.docstring.startswith("Alias for field"))
+    docstring = member.docstring or _passed_on(member, module)
+    return Entry(member.name, member.qualname, _signature(member, module), _text(docstring, link), parts)
 
 
-def _signature(member: pdoc.doc.Doc) -> str:
-    """The call as the source writes it, one parameter a line where it is long; annotations are not evaluated."""
+def _passed_on(member: pdoc.doc.Doc, module: pdoc.doc.Module) -> str:
+    """What stands below a constant in the module of a package that defines it."""
+    for part in pkgutil.iter_modules(getattr(module.obj, "__path__", ())):
+        inner = pdoc.doc.Module(importlib.import_module(f"{module.fullname}.{part.name}"))
+        if member.name in inner.members and inner.members[member.name].docstring:
+            return inner.members[member.name].docstring
+    return ""
+
+
+def _signature(member: pdoc.doc.Doc, module: pdoc.doc.Module) -> str:
+    """A call as the source writes it, one parameter a line where it is long, or a constant with its value.
+
+    An exception has none, for nobody but its module raises it.
+    """
     if member.kind == "variable":
+        value = member.default_value_str
+        return f"{member.name} = {value}" if 0 < len(value) <= _LONG and member.name in module.members else ""
+    if member.kind == "class" and issubclass(member.obj, Exception):
         return ""
-    try:
-        signature = inspect.signature(member.obj)
-    except (TypeError, ValueError):
-        return ""
-    parts, star = [], False
-    for parameter in signature.parameters.values():
-        if parameter.name in ("self", "cls") and "." in member.qualname:
-            continue
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
-            parts.append("*")
-        star = star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        annotated = "" if parameter.annotation is parameter.empty else f": {_annotation(parameter.annotation)}"
-        equals = " = " if annotated else "="
-        default = "" if parameter.default is parameter.empty else f"{equals}{_default(parameter.default)}"
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        parts.append(f"{prefix}{parameter.name}{annotated}{default}")
-    returned = (
-        "" if signature.return_annotation is signature.empty else f" -> {_annotation(signature.return_annotation)}"
+    call = (member.members["__init__"] if member.kind == "class" else member).signature
+    named = {id(value): name for name, value in vars(module.obj).items() if name.isupper()}
+    parameters = [
+        parameter.replace(default=_Named(named[id(parameter.default)]))
+        if len(repr(parameter.default)) > _LONG and id(parameter.default) in named
+        else parameter
+        for parameter in call.parameters.values()
+        if not parameter.name.startswith("_") and parameter.name not in ("self", "cls")
+    ]
+    # annotations name classes with the modules that define them
+    return member.name + re.sub(
+        rf"\b(?:{PACKAGE}|fractions|torch\.distributed)\.(?:\w+\.)*", "", str(call.replace(parameters=parameters))
     )
-    returned = "" if member.kind == "class" else returned
-    line = f"{member.name}({', '.join(parts)}){returned}"
-    if len(line) <= _WIDE:
-        return line
-    return f"{member.name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returned}"
 
 
-def _annotation(annotation: object) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+class _Named(str):
+    """A default shown by the name that the module has for it."""
 
-
-def _default(value: object) -> str:
-    # a factory's marker or an object without a readable form says nothing to a reader
-    text = repr(value)
-    return "..." if text.startswith("<") else text
+    __repr__ = str.__str__
 
 
 def _text(docstring: str | None, link: Callable[[str], str]) -> str:
     source = pdoc.docstrings.google(inspect.cleandoc(docstring or ""))
     # sections of a docstring are no headings of the page
     source = re.sub(r"^#{6} (.+)$", r"**\1**\n", source, flags=re.MULTILINE)
-    return markdown.to_html(source, link=link)
+    # a formula on a line of its own may wrap, a table may not
+    return re.sub(r"<pre>(?=<code>.*</code></pre>)", '<pre class="formula">', markdown.to_html(source, link=link))
 
 
 def _summary(docstring: str, link: Callable[[str], str]) -> str:

@@ -16,42 +16,69 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Room:
-    """A folder, or some modules beside each other that serve one purpose."""
+    """A folder, or some modules beside each other that serve one purpose.
 
-    # shown in this place of the tree
+    Attributes:
+        place: where in the tree it is.
+        does: its purpose in a word or two.
+        holds: what does it.
+        may_import: rooms, or single modules by their names within the package.
+    """
+
     place: str
+    does: str
     holds: str
-    # rooms, or single modules by their names within the package
     may_import: tuple[str, ...]
 
 
 ROOMS = {
-    "files": Room("files.py", "Reads files that others wrote, within bounds, and puts results into place.", ()),
+    "files": Room("files.py", "reads and writes files", "others' files within bounds, ours put into place whole", ()),
     "core": Room(
         "*.py, backends/",
-        "Computes: states and attention, levels and drafts, prefixes and regions, ranks, and both backends.",
+        "computes",
+        "states and attention, levels and drafts, prefixes and regions, the same across ranks, and two backends",
         (),
     ),
-    "traces": Room("traces/", "Reads, replays, sums and generates request traces.", ("core", "files")),
+    "traces": Room(
+        "traces/", "replays traffic", "request traces read, replayed, summed, and made up", ("core", "files")
+    ),
     "evidence": Room(
         "evidence/",
-        "Proves: the float64 oracle, the recorder of loads, masks, timing, ranks, and claims.",
+        "proves",
+        "the float64 oracle, the recorder of loads, masks, compiled code, ranks, and claims",
         ("core", "files"),
     ),
     "pictures": Room(
-        "pictures/", "Draws: a style, and one module per notebook.", ("core", "files", "traces", "evidence")
+        "pictures/", "draws", "a style, and one module of figures per notebook", ("core", "files", "traces", "evidence")
     ),
-    "bench": Room("bench/", "Measures on the machine at hand.", ("core", "files", "traces", "evidence", "pictures")),
+    "bench": Room(
+        "bench/",
+        "measures",
+        "clocks and compilers on the machine at hand",
+        ("core", "files", "traces", "evidence", "pictures"),
+    ),
     "book": Room(
         "book/",
-        "Runs and checks the notebooks and makes this site. It knows claims, and no attention.",
+        "runs the notebooks",
+        "execution, canonical form, and the pages of this site; it knows claims, and no attention",
         ("files", "evidence.claims"),
     ),
     "cli": Room(
-        "cli.py, __main__.py, trace_report.py",
-        "The command line.",
+        "cli.py, trace_report.py",
+        "takes commands",
+        "the command line, which alone knows every room",
         ("core", "files", "traces", "evidence", "pictures", "bench", "book"),
     ),
+}
+# what users may call, by what it serves; the names are those of each module's `__all__`
+PUBLIC = {
+    "Claim 1: states and attention": ("states", "attention"),
+    "Claim 2: levels, drafts, and when a cascade pays": ("levels", "drafts", "trigger", "rules"),
+    "Claim 3: what a prefix hit is worth": ("prefix", "applicability", "regions", "calibration"),
+    "Traces": ("traces",),
+    "Across ranks": ("sharding", "distributed"),
+    "Cache pages, and where kernels run": ("paging", "runtime"),
+    "Prove your own": ("evidence.claims", "evidence.reference", "evidence.reads"),
 }
 _BESIDE = {"files": "files", "cli": "cli", "__main__": "cli", "trace_report": "cli"}
 

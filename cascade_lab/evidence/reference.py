@@ -28,8 +28,8 @@ __all__ = [
 class Reference(NamedTuple):
     """`o` [T, H_q, D_v] and natural-log `lse` [T, H_q], both float64 unless another dtype was asked for."""
 
-    o: Tensor
-    lse: Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
 
 
 class StateError(NamedTuple):

@@ -4,6 +4,7 @@ What needs a browser to be seen is checked by `make browser-test`.
 """
 
 import base64
+import importlib
 import inspect
 import re
 import shutil
@@ -21,7 +22,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 import cascade_lab
 from cascade_lab import book, cli
-from cascade_lab.book import api_pages, export, runner, site
+from cascade_lab.book import api_pages, export, layout, runner, site
 from cascade_lab.book.mathml import FormulaError, to_mathml
 from cascade_lab.book.parameters import NotebookError
 from cascade_lab.evidence.claims import MIME, gather
@@ -60,7 +61,7 @@ def plain(tex):
 
 
 def test_the_site_has_a_page_for_everything(pages):
-    expected = {"index.html", "explorer.html", "api/index.html"} | {f"{name}.html" for name in NOTEBOOKS}
+    expected = {"index.html", "explorer.html", "map.html", "api/index.html"} | {f"{name}.html" for name in NOTEBOOKS}
     expected |= {f"api/{name}.html" for name in api_pages.module_names()}
     assert set(pages) == expected
     assert {"levels", "drafts", "prefix", "regions", "states", "evidence.claims"} < set(api_pages.module_names())
@@ -360,21 +361,49 @@ def test_a_site_shows_only_what_was_executed_and_holds(checkout, tmp_path, capsy
     assert not output.exists()
 
 
-def test_the_reference_has_every_public_name_with_its_signature_and_text(pages):
-    listed = {code.get_text() for code in pages["api/index.html"].select("dt code")}
-    public = {n for n in cascade_lab.__all__ if not inspect.ismodule(getattr(cascade_lab, n))}
-    assert public <= listed
-    for name in public:
-        thing = getattr(cascade_lab, name)
-        module = thing.__module__.removeprefix("cascade_lab.")
-        member = pages[f"api/{module}.html"].find(id=name)
-        signature = member.find("pre").get_text()
-        parameters = list(inspect.signature(thing).parameters)
-        assert signature.startswith(f"{name}(")
-        places = [re.search(rf"[ (*]{p}\b", signature).start() for p in parameters]
-        assert places == sorted(places), name
+def test_the_reference_shows_what_each_module_lists_and_nothing_else(pages):
+    index = pages["api/index.html"]
+    assert [heading.get_text() for heading in index.find_all("h2")] == [*layout.PUBLIC, "In cascade_lab itself"]
+    for heading, names in zip(index.find_all("h2"), layout.PUBLIC.values(), strict=False):
+        table = heading.find_next("dl")
+        assert [code.get_text() for code in table.select("dt code")] == list(names)
+        for term, name in zip(table.find_all("dt"), names, strict=True):
+            public = importlib.import_module(f"cascade_lab.{name}").__all__
+            linked = {link["href"]: link.get_text() for link in term.find_next("dd").select("p.quiet a")}
+            assert linked == {f"{name}.html#{one}": one for one in public}
+            page = pages[f"api/{name}.html"]
+            calls = [member["id"] for member in page.select(".member") if not member.find_parent(class_="member")]
+            constants = [constant["id"] for constant in page.select(".constants dt")]
+            assert sorted(calls + constants) == sorted(public)
+            for constant in page.select(".constants dd"):
+                assert constant.get_text(strip=True), name
+    top = [code.get_text() for code in index.find(id="names").find_next("p").find_all("code")]
+    assert top == [n for n in cascade_lab.__all__ if not inspect.ismodule(getattr(cascade_lab, n))]
+
+
+@pytest.mark.parametrize("name", api_pages.module_names())
+def test_a_name_of_the_reference_has_its_signature_and_its_text(name, pages):
+    module = importlib.import_module(f"cascade_lab.{name}")
+    lines = []
+    for one in module.__all__:
+        thing = getattr(module, one)
+        if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+            continue
+        member = pages[f"api/{name}.html"].find(id=one)
         first = inspect.getdoc(thing).split("\n\n")[0].split(":")[0].split("`")[0]
-        assert " ".join(first.split())[:60] in " ".join(member.get_text().split()), name
+        assert " ".join(first.split())[:60] in " ".join(member.get_text().split()), one
+        lines.append((inspect.getsourcefile(inspect.unwrap(thing)), inspect.getsourcelines(thing)[1], one))
+        if inspect.isclass(thing) and issubclass(thing, Exception):
+            assert not member.find("pre"), one
+            continue
+        signature = member.find("pre").get_text()
+        assert signature.startswith(f"{one}("), one
+        assert "cascade_lab." not in signature, one
+        parameters = [p for p in inspect.signature(thing).parameters if not p.startswith("_")]
+        places = [re.search(rf"[ (*]{p}\b", signature).start() for p in parameters]
+        assert places == sorted(places), one
+    shown = [m["id"] for m in pages[f"api/{name}.html"].select(".member") if not m.find_parent(class_="member")]
+    assert shown == [one for _, _, one in sorted(lines)]
 
 
 def test_the_reference_shows_defaults_links_names_and_hides_what_is_private(pages):
@@ -384,12 +413,58 @@ def test_the_reference_shows_defaults_links_names_and_hides_what_is_private(page
     assert attention.endswith(") -> State")
     assert levels.find("a", href="attention.html#attention")
     assert levels.find("strong", string="Attributes:").find_next("li").get_text().startswith("cu_seqlens_q:")
-    assert levels.find(id="Ledger.tile_tokens").h4.get_text() == "tile_tokens"
+    assert levels.find(id="Ledger.tile_tokens").h3.get_text() == "tile_tokens"
+    assert "_passes" not in levels.find(id="Ledger").pre.get_text()
+    assert pages["api/states.html"].find(id="merge_state").pre.get_text().startswith("merge_state(\n    o_a: ")
+    traces = pages["api/traces.html"]
+    assert "traffic: Traffic = CONVERSATION" in traces.find(id="generate").pre.get_text()
+    assert traces.find("dt", id="CONVERSATION").find_next("dd").get_text(strip=True).startswith("Chats")
+    assert traces.find("dt", id="BLOCK_SIZE").get_text() == "BLOCK_SIZE = 512"
+    assert pages["api/prefix.html"].find("pre", class_="formula").get_text().startswith("pairs left = ")
     for name, page in pages.items():
         if name.startswith("api/"):
-            for heading in page.select(".member h3, .member h4"):
+            for heading in page.select(".member h2, .member h3"):
                 assert not heading.get_text().startswith("_"), name
             assert not re.search(r"^\s*(Args|#+ *Arguments):", page.main.get_text(), re.MULTILINE), name
+
+
+def test_the_map_shows_every_room_and_every_import(pages):
+    page, graph = pages["map.html"], layout.imports(CHECKOUT / "cascade_lab")
+    assert pages["index.html"].find("a", href="map.html", string="map")
+    shown = {}
+    for heading in page.find_all("h2"):
+        for term in heading.find_next("dl").find_all("dt"):
+            name = term.get_text()
+            shown[name] = {code.get_text() for code in term.find_next("dd").select("p.quiet code")}
+            assert layout.room(name if name == "cascade_lab" else f"cascade_lab.{name}") == heading["id"]
+            assert term.find_next("dd").p.get_text(strip=True), name
+    short = {name: name.removeprefix("cascade_lab.") for name in graph}
+    assert shown == {short[name]: {short[target] for target in graph[name]} for name in graph}
+
+
+def test_the_picture_of_the_map_has_a_dot_where_a_room_imports_another(pages):
+    drawing = pages["map.html"].find("svg")
+    found = layout.arrows(layout.imports(CHECKOUT / "cascade_lab"))
+    places = [text.get_text().removeprefix("core: ") for text in drawing.find_all("text", class_="ledger")]
+    order = [next(name for name, one in layout.ROOMS.items() if one.place == place) for place in places]
+    assert sorted(order) == sorted(layout.ROOMS)
+    above = [(order.index(one), order.index(two)) for one in found for two in found[one]]
+    assert all(one < two for one, two in above)
+    tops = [float(box["y"]) for box in drawing.find_all("rect")]
+    assert tops == sorted(tops)
+
+    def nearest(y):
+        return max(number for number, top in enumerate(tops) if top <= y)
+
+    ends = {}
+    for line in drawing.find_all("path", d=re.compile("V")):
+        x, end = re.fullmatch(r"M(\d+) [\d.]+V([\d.]+)H\d+", line["d"]).groups()
+        ends[x] = nearest(float(end))
+    dots = [(nearest(float(dot["cy"])), ends[dot["cx"]]) for dot in drawing.find_all("circle")]
+    assert sorted(dots) == sorted(above)
+    for name in order:
+        wanted = ", ".join(other for other in order if other in found[name]) or "no other room"
+        assert f"{name} imports {wanted}. " in drawing["aria-label"]
 
 
 def test_the_explorer_names_only_what_its_page_has(pages):
