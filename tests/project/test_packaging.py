@@ -151,14 +151,14 @@ def test_whatever_is_imported_is_declared():
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     declared = {Requirement(line).name.lower() for each in lists for line in each}
     peers = {"flash_attn", "flash_attn_interface", "flashinfer"}  # measured against where a machine has them
-    files = [path for folder in ("cascade_lab", "tests") for path in (CHECKOUT / folder).rglob("*.py")]
+    files = [path for folder in ("cascade_lab", "tests", "tools") for path in (CHECKOUT / folder).rglob("*.py")]
     names = {name for path in files for name in imported(path)} - set(sys.stdlib_module_names) - peers
     owners = packages_distributions()
     strangers = {
         name for name in names if not {x.lower().replace("_", "-") for x in owners.get(name, [name])} & declared
     }
     assert {"torch", "bs4", "zmq"} <= names
-    assert strangers <= {"cascade_lab", "tests"}
+    assert strangers <= {"cascade_lab", "tests", "tools"}
 
 
 def test_the_versions_that_run_are_the_tested_set():
