@@ -37,6 +37,7 @@ __all__ = [
     "Prediction",
     "break_even_prefix",
     "calibrate",
+    "predict_branches",
     "should_cascade",
 ]
 
