@@ -71,20 +71,31 @@ def text_of(notebook: NotebookNode) -> str:
     return nbformat.writes(notebook, version=nbformat.NO_CONVERT).rstrip("\n") + "\n"
 
 
-def problems(path: Path) -> list[str]:
-    """Every rule of a committed notebook that the file breaks; empty when it breaks none."""
+def problems(path: Path, notebook: NotebookNode | None = None) -> list[str]:
+    """Every rule of a committed notebook that the file breaks; empty when it breaks none.
+
+    Args:
+        path: the file.
+        notebook: what `load` read from it, where that was done already.
+    """
     try:
-        notebook = load(path)
+        notebook = load(path) if notebook is None else notebook
         text = path.read_text(encoding="utf-8")
     except (NotebookError, OSError) as error:
         return [str(error)]
+    found = broken_rules(notebook)
+    if text != text_of(canonical(notebook)):
+        found.append("not in canonical form (metadata, ids, counts or layout); `cascade-lab refresh` writes it")
+    return found
+
+
+def broken_rules(notebook: NotebookNode) -> list[str]:
+    """Every rule that a notebook breaks by what it holds, whatever the layout of its file."""
     found = []
     try:
         check_runnable(notebook)
     except NotebookError as error:
         found.append(str(error))
-    if text != text_of(canonical(notebook)):
-        found.append("not in canonical form (metadata, ids, counts or layout); `cascade-lab refresh` writes it")
     found += _heading_problems(notebook)
     if not any(cell.get("execution_count") for cell in notebook.cells):
         return [*found, "was never run; `cascade-lab refresh` writes its outputs"]

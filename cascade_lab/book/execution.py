@@ -8,6 +8,7 @@ every claim stands, and leaves no kernel behind, however it ends.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -20,16 +21,17 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cascade_lab.book.parameters import NotebookError, bind, read_parameters
+from cascade_lab.book.parameters import NotebookError
+from cascade_lab.book.refusals import check_runnable
 from cascade_lab.evidence.claims import FAILS, gather
 from cascade_lab.files import UsageError, held_back, one_line, parse_json, read_text
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
-from cascade_lab.book.refusals import check_runnable
 
 # What a file may hold, what one cell may print, and what it may show in all: more is no page that anybody opens.
 MAX_NOTEBOOK, MAX_PRINTED, MAX_SHOWN = 1 << 26, 1 << 20, 1 << 24
@@ -87,9 +89,10 @@ def _current(notebook: NotebookNode) -> NotebookNode:
 
 
 def execute(
-    path: Path,
-    parameters: Mapping[str, object],
+    notebook: NotebookNode,
+    values: Mapping[str, object],
     *,
+    path: Path,
     scratch: Path,
     environment: Mapping[str, str],
     start_timeout: int = 60,
@@ -99,8 +102,9 @@ def execute(
     """Run one notebook from top to bottom, in the folder it lies in.
 
     Args:
-        path: the notebook; it is only read.
-        parameters: values for its parameters cell, already of the right type or as text.
+        notebook: as `load` reads it; it stays as it is.
+        values: what `bind` made of the given parameters.
+        path: its file, of which only name and folder are used.
         scratch: an existing folder for what the run writes on its way.
         environment: variables set for the kernel over those of this process.
         start_timeout: seconds the kernel has to answer.
@@ -108,7 +112,7 @@ def execute(
         progress_bar: show one on stderr.
 
     Raises:
-        UsageError: unknown parameter or value of the wrong type; nothing was run.
+        UsageError: there is no place for temporary files; nothing was run.
         NotebookError: the notebook is refused before it runs, or as ExecutionFailure, it ran and gave no
             result.
         OSError: a disk or a quota is full, or there is no starting a kernel.
@@ -119,11 +123,10 @@ def execute(
     from papermill.exceptions import PapermillExecutionError
 
     path, scratch = path.resolve(), scratch.resolve()
-    notebook = load(path)
     check_runnable(notebook)
-    values = bind(read_parameters(notebook), parameters, path.name)
     position = {cell.id: number for number, cell in enumerate(notebook.cells, 1)}
-    for cell in notebook.cells:
+    started = copy.deepcopy(notebook)
+    for cell in started.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     output = scratch / path.name
@@ -136,10 +139,10 @@ def execute(
         _register_engine()
         try:
             executed = papermill.execute_notebook(
-                notebook,
+                started,
                 # papermill formats paths like templates.
                 str(output).replace("{", "{{").replace("}", "}}"),
-                parameters=values,
+                parameters=dict(values),
                 engine_name=ENGINE,
                 kernel_name="python3",
                 language="python",
@@ -206,6 +209,7 @@ class _Progress:
         return f"shows more than {MAX_SHOWN >> 20} MiB" if self.shown > MAX_SHOWN else ""
 
 
+@cache
 def _register_engine() -> None:
     """papermill's engine with its hidden limits set: output is waited for, and counted as it comes.
 

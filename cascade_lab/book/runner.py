@@ -1,8 +1,9 @@
 """Run, refresh and check the notebooks: what the three commands do with executed notebooks.
 
 `run` publishes results into an output folder, `refresh` rewrites the committed files from the CPU
-interpreter, and `check` says whether those are canonical and fresh. Nothing is put in place before
-everything it belongs to succeeded, and then all of it at once: a signal waits, and runs beside each other take turns.
+interpreter, and `check` says whether those are canonical and fresh. A notebook is read once and put in
+canonical form once. Nothing is put in place before everything it belongs to succeeded, and then all of it at once: a
+signal waits, and runs beside each other take turns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from cascade_lab.book.execution import execute, load, temporary_folder
 from cascade_lab.book.export import to_html
 from cascade_lab.book.parameters import NotebookError, bind, read_parameters
 from cascade_lab.evidence.claims import FAILS, check_record, gather, print_table
-from cascade_lab.files import FIGURES, UsageError, held_back, one_line, put_in_place, read_json
+from cascade_lab.files import FIGURES, UsageError, one_line, put_in_place, read_json
 
 try:
     import fcntl
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 CLAIMS_FILE = "claims.json"
-_RUNNING = ".running-"
 CELL_TIMEOUT, START_TIMEOUT = 120, 60
 # Committed outputs come from one place that every machine has.
 _ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -127,31 +126,32 @@ def run(
     for kept in (folder, folder.parent):
         if _same_folder(output, kept):
             raise UsageError(f"--output: results would overwrite committed files in {kept}; name another folder")
-    for path in paths:
-        # A notebook that cannot be read is reported when its turn comes, a wrong value before anything runs.
-        with contextlib.suppress(NotebookError):
-            bind(read_parameters(load(path)), parameters or {}, path.name)
+    opened = {path: _opened(path, parameters or {}) for path in paths}
     # A full run begins the list again; one of some notebooks would only lose what is there.
     complete = {path.stem for path in paths} if not names else None
     if names:
         read_claims(output)
+    _check_writable(output)
     status, shown = 0, []
-    for path in paths:
-        with _scratch(output) as scratch:
-            figures = scratch / "figures"
+    for path, found in opened.items():
+        with temporary_folder() as scratch:
+            figures, place = scratch / "figures", scratch.parent
             try:
+                if isinstance(found, NotebookError):
+                    raise found
                 executed = execute(
-                    path,
-                    parameters or {},
+                    *found,
+                    path=path,
                     scratch=scratch,
                     environment={FIGURES: str(figures)},
                     cell_timeout=cell_timeout,
                     start_timeout=start_timeout,
                     progress_bar=_on_terminal(),
                 )
-                page = to_html(canonical.canonical(executed, keep_measurements=True), path)
                 claims = [claim.record(path.stem) for claim in gather(executed)]
-                _publish(_results(executed, page, figures, path, output), claims, path, output, complete)
+                executed = canonical.canonical(executed, keep_measurements=True)
+                place = output
+                _publish(_results(executed, figures, path, output), claims, path, output, complete)
             except (NotebookError, OSError) as error:
                 status = 1
                 partial = getattr(error, "executed", None)
@@ -159,7 +159,7 @@ def run(
                 if isinstance(error, NotebookError):
                     _complain(path, error, _keep_failure(partial, claims, path, output, complete))
                 else:
-                    _say(f"{path.name}: no results: {error.strerror or error}: {error.filename or output}")
+                    _say(f"{path.name}: no results: {error.strerror or error}: {error.filename or place}")
         shown += claims
     try:
         print_table(sorted(shown, key=lambda record: record["notebook"]))
@@ -201,36 +201,46 @@ def refresh(names: Sequence[str] = (), *, folder: Path, figures: Path, cell_time
         cell_timeout: seconds for each cell.
 
     Returns:
-        0, or 1 after one message on stderr for each notebook that failed.
+        0 after one line for each notebook, with the files that were written; or 1 after one message on stderr for
+        each that failed.
     """
     paths = select(folder, names)
     if not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} is rewritten, and cannot be")
     before = {path: path.read_bytes() for path in paths if path.is_file()}
+    contents: dict[Path, dict[Path, bytes]] = {}
+    broken: list[str] = []
     with temporary_folder() as scratch:
-        fresh, status = _rerun(paths, scratch, cell_timeout)
-        if status:
-            return status
-        contents = {}
-        for path, (committed, notebook) in fresh.items():
+        for path in paths:
+            committed = _loaded(path)
+            fresh = None if committed is None else _rerun(path, committed, scratch, cell_timeout)
+            if fresh is None:
+                continue
             committed = canonical.canonical(committed)
-            kept = committed if canonical.same_but_ignored(committed, notebook) else notebook
-            contents[path] = canonical.text_of(kept).encode()
-        for picture in _files(scratch / "figures"):
-            contents[figures / picture.name] = picture.read_bytes()
-    changed = {path: content for path, content in contents.items() if _bytes_of(path) != content}
-    for path in changed.keys() & before.keys():
-        if path.read_bytes() != before[path]:
+            kept = committed if canonical.same_but_ignored(committed, fresh) else fresh
+            drawn = _files(_drawn(scratch, path))
+            contents[path] = {path: canonical.text_of(kept).encode()}
+            contents[path] |= {figures / picture.name: picture.read_bytes() for picture in drawn}
+            broken += [f"{path.name}, {problem}" for problem in canonical.broken_rules(kept)]
+    if len(contents) < len(paths):
+        return 1
+    changed = {
+        path: {place: content for place, content in made.items() if _bytes_of(place) != content}
+        for path, made in contents.items()
+    }
+    for path, made in changed.items():
+        if path in made and path in before and path.read_bytes() != before[path]:
             _say(f"{path.name}: was changed while it ran, so nothing was written; refresh it again")
             return 1
     try:
-        put_in_place(changed)
+        put_in_place({place: content for made in changed.values() for place, content in made.items()})
     except OSError as error:
         _say(f"nothing refreshed: {error.filename2 or error.filename}: {error.strerror}")
         return 1
-    for path in fresh:
-        for problem in canonical.problems(path):
-            _say(f"{path.name}, {problem}")
+    for path, made in changed.items():
+        _tell(f"refreshed {_names(made)}" if made else f"unchanged {path.name}")
+    for problem in broken:
+        _say(problem)
     return 0
 
 
@@ -249,57 +259,89 @@ def check(
         execute_notebooks: False checks the form alone.
 
     Returns:
-        0, or 1 after one line on stderr for each problem.
+        0 after one line for each notebook; or 1 after one line on stderr for each problem.
     """
-    paths = select(folder, names)
-    found = [f"{path.name}, {problem}" for path in paths for problem in canonical.problems(path)]
-    status = 1 if found else 0
-    if execute_notebooks and not found:
-        with temporary_folder() as scratch:
-            fresh, status = _rerun(paths, scratch, cell_timeout)
-            for path, (committed, notebook) in fresh.items():
-                found += [f"{path.name}, {each}" for each in canonical.differences(committed, notebook)]
-            for picture in _files(scratch / "figures"):
-                if picture.suffix == ".svg" and _bytes_of(figures / picture.name) != picture.read_bytes():
+    notebooks, status = {}, 0
+    for path in select(folder, names):
+        notebooks[path] = _loaded(path)
+        problems = [] if notebooks[path] is None else canonical.problems(path, notebooks[path])
+        for problem in problems:
+            _say(f"{path.name}, {problem}")
+        if problems or notebooks[path] is None:
+            status = 1
+        elif not execute_notebooks:
+            _tell(f"canonical {path.name}")
+    if status or not execute_notebooks:
+        return status
+    with temporary_folder() as scratch:
+        for path, committed in notebooks.items():
+            fresh = _rerun(path, committed, scratch, cell_timeout)
+            if fresh is None:
+                status = 1
+                continue
+            found = [f"{path.name}, {each}" for each in canonical.differences(committed, fresh)]
+            drawn = [picture for picture in _files(_drawn(scratch, path)) if picture.suffix == ".svg"]
+            for picture in drawn:
+                if _bytes_of(figures / picture.name) != picture.read_bytes():
                     found.append(f"{figures.name}/{picture.name} is not what a fresh run draws")
-    for problem in found:
-        _say(problem)
-    return 1 if found else status
+            for problem in found:
+                _say(problem)
+            if found:
+                status = 1
+            else:
+                _tell(f"canonical and fresh {_names([path, *drawn])}")
+    return status
 
 
-def _rerun(
-    paths: Iterable[Path], scratch: Path, cell_timeout: int
-) -> tuple[dict[Path, tuple[NotebookNode, NotebookNode]], int]:
-    """Each notebook as it was before and as it is after a run, and 1 when one of them gave no result."""
-    fresh, status = {}, 0
-    for path in paths:
-        place = scratch / path.stem
-        place.mkdir()
-        try:
-            committed = load(path)
-            executed = execute(
-                path,
-                {},
-                scratch=place,
-                environment=_ON_CPU | {FIGURES: str(scratch / "figures")},
-                cell_timeout=cell_timeout,
-                progress_bar=_on_terminal(),
-            )
-        except NotebookError as error:
-            _complain(path, error)
-            status = 1
-        except OSError as error:
-            _say(f"{path.name}: {error.strerror or error}")
-            status = 1
-        else:
-            fresh[path] = committed, canonical.canonical(executed)
-    return fresh, status
+def _opened(path: Path, parameters: Mapping[str, object]) -> tuple[NotebookNode, dict[str, object]] | NotebookError:
+    """A notebook and the values for it. One that cannot be read is reported when its turn comes, a wrong value now."""
+    try:
+        notebook = load(path)
+        return notebook, bind(read_parameters(notebook), parameters, path.name)
+    except NotebookError as error:
+        return error
 
 
-def _results(executed: NotebookNode, page: str, figures: Path, path: Path, output: Path) -> dict[Path, bytes]:
+def _loaded(path: Path) -> NotebookNode | None:
+    """The notebook, or nothing after a line on stderr."""
+    try:
+        return load(path)
+    except NotebookError as error:
+        _complain(path, error)
+        return None
+
+
+def _rerun(path: Path, committed: NotebookNode, scratch: Path, cell_timeout: int) -> NotebookNode | None:
+    """What a run on the CPU interpreter makes of a notebook, canonical, or nothing after a line on stderr."""
+    place = scratch / path.stem
+    place.mkdir()
+    try:
+        executed = execute(
+            committed,
+            {},
+            path=path,
+            scratch=place,
+            environment=_ON_CPU | {FIGURES: str(_drawn(scratch, path))},
+            cell_timeout=cell_timeout,
+            progress_bar=_on_terminal(),
+        )
+        return canonical.canonical(executed)
+    except NotebookError as error:
+        _complain(path, error)
+    except OSError as error:
+        _say(f"{path.name}: {error.strerror or error}")
+    return None
+
+
+def _drawn(scratch: Path, path: Path) -> Path:
+    """The folder for the pictures of one notebook."""
+    return scratch / path.stem / "figures"
+
+
+def _results(executed: NotebookNode, figures: Path, path: Path, output: Path) -> dict[Path, bytes]:
     contents = {output / "figures" / picture.name: picture.read_bytes() for picture in _files(figures)}
-    contents[output / f"{path.stem}.html"] = page.encode()
-    contents[output / path.name] = canonical.text_of(canonical.canonical(executed, keep_measurements=True)).encode()
+    contents[output / f"{path.stem}.html"] = to_html(executed, path).encode()
+    contents[output / path.name] = canonical.text_of(executed).encode()
     return contents
 
 
@@ -363,62 +405,28 @@ def _reached(partial: NotebookNode | None) -> list:
         return []
 
 
-@contextlib.contextmanager
-def _scratch(output: Path) -> Iterator[Path]:
-    # Beside the results, so that a disk is full before anything is put into place.
+def _check_writable(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with _turn(output):
-            _clear_abandoned(output)
-            folder = Path(tempfile.mkdtemp(prefix=_RUNNING, dir=output))
-            mark = _lock(folder, wait=False)
+        with tempfile.TemporaryFile(dir=output):
+            pass
     except OSError as error:
         raise UsageError(f"cannot write to {output} ({error.strerror}); name a place with --output DIR") from None
-    try:
-        yield folder
-    finally:
-        with held_back():
-            shutil.rmtree(folder, ignore_errors=True)
-            _unlock(mark)
-
-
-def _clear_abandoned(output: Path) -> None:
-    """Remove what runs left that were killed outright; one that still runs holds a lock on its folder."""
-    for folder in output.glob(f"{_RUNNING}*"):
-        mark = _lock(folder, wait=False)
-        if mark is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            _unlock(mark)
 
 
 @contextlib.contextmanager
 def _turn(output: Path) -> Iterator[None]:
     """One run at a time reads and writes what all of them share. The lock is the folder: no file is left for it."""
-    mark = _lock(output, wait=True)
+    if fcntl is None:
+        yield
+        return
+    mark = os.open(output, os.O_RDONLY)
     try:
+        # A file system that knows no locks loses claims of runs beside each other, and nothing else.
+        with contextlib.suppress(OSError):
+            fcntl.flock(mark, fcntl.LOCK_EX)
         yield
     finally:
-        _unlock(mark)
-
-
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """A descriptor that holds the folder, or None where another has it or the file system knows no locks."""
-    if fcntl is None:
-        return None
-    mark = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(mark)
-        return None
-    except BaseException:
-        os.close(mark)
-        raise
-    return mark
-
-
-def _unlock(mark: int | None) -> None:
-    if mark is not None:
         os.close(mark)
 
 
@@ -443,6 +451,18 @@ def _complain(path: Path, error: NotebookError, kept: str = "") -> None:
 
 def _say(line: str) -> None:
     print(one_line(line, 1000), file=sys.stderr)
+
+
+def _tell(line: str) -> None:
+    try:
+        print(one_line(line, 1000), flush=True)
+    except BrokenPipeError:
+        # The reader of a pipe left early; what is left to do does not depend on it, and neither does the status.
+        sys.stdout = None
+
+
+def _names(paths: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in paths)
 
 
 def _files(folder: Path) -> list[Path]:

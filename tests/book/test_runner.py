@@ -211,7 +211,7 @@ def test_an_interrupt_leaves_no_kernel_behind(folder, output):
 
 
 def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_path, capfd):
-    """K71, K84, K86: split prints merge, ignored cells may differ, the file keeps its bytes."""
+    """K71, K84, K86: split prints merge, ignored cells may differ, the file keeps its bytes. One line says so."""
     figures = tmp_path / "figures"
     path = write(
         folder,
@@ -229,20 +229,82 @@ def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_pat
     assert runner.check(folder=folder, figures=figures) == 1
     assert "was never run" in capfd.readouterr().err
     assert runner.refresh(folder=folder, figures=figures) == 0
+    assert capfd.readouterr() == ("refreshed 01_good.ipynb, a.svg\n", "")
     first = path.read_bytes()
     assert load(path).cells[2].outputs == [new_output("stream", name="stdout", text="0\n1\n2\n")]
     assert load(path).cells[4].outputs[0].text == "1 ''\n"
     assert "metadata" not in load(path).cells[5].outputs[0] or MIME not in load(path).cells[5].outputs[0].metadata
+    (figures / "a.svg").unlink()
     assert runner.refresh(folder=folder, figures=figures) == 0
     assert path.read_bytes() == first
-    assert capfd.readouterr().err == ""
+    assert runner.check(folder=folder, figures=figures) == 0
+    said = ["refreshed a.svg", "canonical and fresh 01_good.ipynb, a.svg"]
+    assert capfd.readouterr() == ("".join(f"{line}\n" for line in said), "")
 
     path.write_bytes(first.replace(b'"1\\n"', b'"7\\n"'))
     (figures / "a.svg").write_text("<svg>2</svg>")
     assert runner.check(folder=folder, figures=figures) == 1
-    errors = capfd.readouterr().err
+    told, errors = capfd.readouterr()
+    assert told == ""
     assert "01_good.ipynb, cell 3: output differs from a fresh run: stdout: '7' committed, '1' now" in errors
     assert "figures/a.svg is not what a fresh run draws" in errors
+
+
+def executed_as_it_is(monkeypatch):
+    """No kernel: a run leaves a notebook as it was."""
+    monkeypatch.setattr(runner, "execute", lambda notebook, *_, **__: notebook)
+
+
+def good_notebook(folder, name="01_good"):
+    """A committed notebook in canonical form, with a claim and a picture."""
+    return committed(folder, *good_cells(), name=name)
+
+
+@pytest.mark.parametrize(("command", "forms"), [("run", 1), ("refresh", 2), ("check", 2)])
+def test_a_notebook_is_read_once_and_takes_its_form_once_before_and_once_after(command, forms, folder, monkeypatch):
+    """A run has the executed notebook alone; refresh and check have the committed one beside it."""
+    good_notebook(folder)
+    executed_as_it_is(monkeypatch)
+    read, formed = [], []
+    reads, canonical_form = nbformat.reader.reads, canonical.canonical
+    monkeypatch.setattr(nbformat.reader, "reads", lambda text: read.append(text) or reads(text))
+    monkeypatch.setattr(
+        canonical, "canonical", lambda notebook, **options: formed.append(1) or canonical_form(notebook, **options)
+    )
+    place = {"output": folder.parent / "build"} if command == "run" else {"figures": folder.parent / "figures"}
+    assert getattr(runner, command)(folder=folder, **place) == 0
+    assert (len(read), len(formed)) == (1, forms)
+
+
+def test_refresh_and_check_say_one_line_for_each_notebook(folder, monkeypatch, capsys):
+    figures = folder.parent / "figures"
+    good_notebook(folder)
+    with good_notebook(folder, "02_other").open("a") as file:
+        file.write("\n")
+    executed_as_it_is(monkeypatch)
+    assert runner.refresh(folder=folder, figures=figures) == 0
+    assert capsys.readouterr().out == "unchanged 01_good.ipynb\nrefreshed 02_other.ipynb\n"
+    assert runner.check(folder=folder, figures=figures, execute_notebooks=False) == 0
+    assert capsys.readouterr().out == "canonical 01_good.ipynb\ncanonical 02_other.ipynb\n"
+    assert runner.check(folder=folder, figures=figures) == 0
+    assert capsys.readouterr().out == "canonical and fresh 01_good.ipynb\ncanonical and fresh 02_other.ipynb\n"
+
+
+def test_a_check_goes_on_when_the_reader_of_its_lines_has_left(folder, monkeypatch, capsys):
+    """As in `cascade-lab check | head -0`: the fault of the last notebook still decides the status."""
+    for name in ("01_good", "02_good"):
+        good_notebook(folder, name)
+    executed_as_it_is(monkeypatch)
+    answers = iter(([], ["changed in 02"]))
+    monkeypatch.setattr(canonical, "differences", lambda old, new: next(answers))
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert runner.check(folder=folder, figures=folder.parent / "figures") == 1
+    assert capsys.readouterr().err == "02_good.ipynb, changed in 02\n"
 
 
 def test_a_failing_refresh_changes_nothing(folder, tmp_path, capsys):
@@ -432,8 +494,8 @@ def good_cells():
     ]
 
 
-def committed(folder, *cells, parameters=PARAMETERS, change=lambda notebook: None):
-    path = write(folder, "01_good", *cells, parameters=parameters)
+def committed(folder, *cells, name="01_good", parameters=PARAMETERS, change=lambda notebook: None):
+    path = write(folder, name, *cells, parameters=parameters)
     notebook = load(path)
     notebook.cells[1].execution_count = 1
     notebook = canonical.canonical(notebook)

@@ -254,15 +254,15 @@ def test_an_impatient_second_interrupt_leaves_no_kernel_either(place):
     assert place.processes() == []
 
 
-def test_a_run_killed_outright_is_cleared_up_by_the_next(place):
-    """Nothing can be done on SIGKILL: the kernel ends by itself, and the folder of the run goes with the next run."""
+def test_a_run_killed_outright_leaves_nothing_among_the_results(place):
+    """Nothing can be done on SIGKILL: the kernel ends by itself, and what was under way lies with temporary files."""
     write(place.folder, "01_slow", REACHED + "if not pathlib.Path('fast').exists():\n    time.sleep(60)", CLAIM)
     process = place.start("run")
     wait_for(lambda: place.reached.exists() and place.reached.read_text())
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     wait_for(lambda: not place.processes(), seconds=10)
-    assert len(list(place.output.glob(".running-*"))) == 1
+    assert list(place.output.iterdir()) == []
     (place.folder / "fast").touch()
     assert place.run()[::2] == (0, "")
     assert sorted(path.name for path in place.output.iterdir()) == ["01_slow.html", "01_slow.ipynb", "claims.json"]
@@ -278,7 +278,7 @@ class Interrupted:
         real, calls = getattr(os, self.name), []
 
         def interrupted(*arguments, **options):
-            if ".running-" not in str(arguments[0]):
+            if "/tmp/cascade-" not in str(arguments[0]):
                 calls.append(arguments)
                 if len(calls) == self.nth:
                     os.kill(os.getpid(), self.number)
@@ -411,22 +411,25 @@ class Listing:
         self.report.write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("source", ["print('x' * 40_000)", "print('<' * 9_000)"], ids=["while it runs", "its page"])
-def test_results_beyond_a_quota_are_not_published(source, place):
+@pytest.mark.parametrize(
+    ("source", "full"),
+    [("print('x' * 40_000)", "tmp"), ("print('<' * 9_000)", "build")],
+    ids=["while it runs", "its page"],
+)
+def test_results_beyond_a_quota_are_not_published(source, full, place):
     """The second notebook fits, and only its page, which spells each character as four, does not."""
     write(place.folder, "01_good", CLAIM, source)
     place.keep("01_good")
     before = place.files()
     exitcode, _, errors = place.run(prepare=FileLimit(30_000))
     assert (exitcode, errors.count("\n")) == (1, 1)
-    assert re.match(r"01_good\.ipynb: no results: File too large: .*/build", errors)
+    assert re.match(rf"01_good\.ipynb: no results: File too large: .*/{full}", errors)
     assert place.files() == before
     assert place.processes() == []
 
 
-FILL = """import os, pathlib
-disk = pathlib.Path(os.environ['CASCADE_LAB_FIGURES']).parents[1]
-with (disk / 'filler').open('ab', buffering=0) as file:
+FILL = """import pathlib
+with pathlib.Path({disk!r}, 'filler').open('ab', buffering=0) as file:
     try:
         while file.write(b'x' * 64):
             pass
@@ -435,11 +438,12 @@ with (disk / 'filler').open('ab', buffering=0) as file:
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full before", "filled by a cell"])
-def test_a_full_disk_is_one_line_and_leaves_what_was_there(full, place, tmp_path):
-    write(place.folder, "01_good", CLAIM, FILL)
+@pytest.mark.parametrize("disk", ["checkout/build", "tmp"])
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(disk, full, place, tmp_path):
+    write(place.folder, "01_good", CLAIM, FILL.format(disk=str(place.root / disk)))
     listing = tmp_path / "listing"
     exitcode, _, errors = place.run(
-        prepare=SmallDisk(place.output, 204_800, full), report=Listing(place.output, listing)
+        prepare=SmallDisk(place.root / disk, 204_800, full), report=Listing(place.root / disk, listing)
     )
     if exitcode == NO_NAMESPACE:
         pytest.skip("this user may not mount a file system; the quota above stands for it")
@@ -535,7 +539,7 @@ def in_process(place, *arguments):
 
 def test_results_go_around_what_else_lies_in_the_output_folder(place, monkeypatch, capsys):
     """A link is replaced, never followed; a folder in a result's place fails before anything is put into place."""
-    monkeypatch.setattr(runner, "execute", lambda path, *_, **__: execution.load(path))
+    monkeypatch.setattr(runner, "execute", lambda notebook, *_, **__: notebook)
     write(place.folder, "01_good", executed_claim("1.1"))
     outside = place.root / "outside"
     outside.write_text("mine")
@@ -662,10 +666,9 @@ def test_no_claim_is_lost_when_many_publish_at_once(place):
 def test_a_notebook_saved_while_it_is_refreshed_keeps_what_was_saved(place, monkeypatch, capsys):
     path = write(place.folder, "01_good", CLAIM)
 
-    def saved_meanwhile(path, *_, **__):
-        executed = execution.load(path)
+    def saved_meanwhile(notebook, *_, **__):
         write(place.folder, "01_good", CLAIM, "y = 2")
-        return executed
+        return notebook
 
     monkeypatch.setattr(runner, "execute", saved_meanwhile)
     assert runner.refresh(folder=place.folder, figures=place.root / "figures") == 1
@@ -680,10 +683,10 @@ def test_a_run_that_is_stopped_keeps_the_claims_of_notebooks_it_did_not_reach(pl
     for name in ("01_good", "02_other"):
         write(place.folder, name, executed_claim("9.9"))
 
-    def stopped_at_the_second(path, *_, **__):
+    def stopped_at_the_second(notebook, *_, path, **__):
         if path.stem != "01_good":
             raise Stopped(signal.SIGINT)
-        return execution.load(path)
+        return notebook
 
     monkeypatch.setattr(runner, "execute", stopped_at_the_second)
     with pytest.raises(Stopped):
