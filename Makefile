@@ -1,7 +1,8 @@
-# make run   execute every notebook into build/ and print the table of claims
-# make test  everything CI checks
-# make site  web pages of notebooks, claims and package in build/site, without running anything
-# make fuzz  the property suites at length: SEED=, EXAMPLES= (cases in all) and TESTS= repeat a run
+# make run       execute every notebook into build/ and print the table of claims
+# make test      every behaviour by its quick tests, committed outputs against fresh ones
+# make test-all  everything CI checks: all tests, and the committed pictures against fresh ones as well
+# make site      web pages of notebooks, claims and package in build/site, without running anything
+# make fuzz      the property suites at length: SEED=, EXAMPLES= (cases in all) and TESTS= repeat a run
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,15 +10,24 @@ PY := $(VENV)/bin/python
 ON_CPU := env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
 
 .DEFAULT_GOAL := run
-.PHONY: run test fuzz refresh lint bench clean venv
+.PHONY: run test test-all fuzz refresh lint bench clean venv
 
 run: venv
 	$(PY) -m cascade_lab run
 
+TEST := $(PY) -m pytest tests -n 2 --dist loadfile --durations 10
+# As a reader's Jupyter runs them: cell by cell, without the runner of this package.
+NBVAL := $(ON_CPU) $(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 -n 2 -p no:cacheprovider -q
+
 test: lint
-	$(PY) -m pytest tests -n 2 --dist loadfile --durations 10
+	$(TEST) -m "not long"
 	$(PY) -m cascade_lab check --no-run
-	$(ON_CPU) $(PY) -m pytest notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 -n 2 --dist loadfile -p no:cacheprovider -q
+	$(NBVAL)
+
+test-all: lint
+	$(TEST)
+	$(PY) -m cascade_lab check
+	$(NBVAL)
 
 EXAMPLES ?= 120000
 TESTS ?= tests/properties

@@ -6,12 +6,16 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from cascade_lab.evidence.claims import MIME
 
 PARAMETERS = "rows: int = 3  # query rows\nscale: float = 0.5\nnames: list[str] = ['a']"
-# A claim as the package shows it, without the second that importing the package takes in a kernel.
 FIELDS = {"statement": "rows arrive", "instrument": "derived", "expected": "3", "measured": "3", "verdict": "holds"}
-CLAIM = (
-    "from IPython.display import display\n"
-    f"display({{{MIME!r}: {{'id': '1.1', **{FIELDS!r}}}, 'text/plain': 'claim'}}, raw=True)"
-)
+
+
+def shown_claim(id):
+    """A cell's text that shows a claim as the package does, without the second that importing it takes in a kernel."""
+    data, measured = {MIME: {"id": id, **FIELDS}, "text/plain": "claim"}, {MIME: {"measured": 3}}
+    return f"from IPython.display import display\ndisplay({data!r}, raw=True, metadata={measured!r})"
+
+
+CLAIM = shown_claim("1.1")
 
 
 def code(source, *tags, outputs=(), count=None):

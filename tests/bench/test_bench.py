@@ -201,6 +201,7 @@ assert main(["bench", "--plot", "smoke.json", "--output", "pictures"]) == 0
 """
 
 
+@pytest.mark.long
 @needs_triton
 def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -310,8 +311,13 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
     ("scale", "deadline", "outcome"),
     [
         (replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,)), math.inf, "done"),
-        (replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)), math.inf, "failed"),
-        (SMOKE, 0.0, "late"),
+        pytest.param(
+            replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)),
+            math.inf,
+            "failed",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(SMOKE, 0.0, "late", marks=pytest.mark.long),
     ],
 )
 def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, deadline, outcome):

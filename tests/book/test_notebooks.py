@@ -162,12 +162,23 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
         },
     },
 }
-RUNS = [(name, label) for name, sets in PARAMETER_SETS.items() for label in sets]
+# `make test` executes every notebook once, as it is committed, and these once more; the others are left to test-all.
+QUICK = {
+    "01_lse_splitting": "one kv head, odd head dim, single tokens as pages",
+    "04_other_regions": "two kv heads, single tokens as pages, narrow window",
+    "06_across_ranks": "two ranks, single tokens as pages, one kv head",
+}
+RUNS = [
+    pytest.param(name, label, marks=[] if QUICK.get(name) == label else pytest.mark.long)
+    for name, sets in PARAMETER_SETS.items()
+    for label in sets
+]
 
 
 def test_every_notebook_has_sets_that_differ_from_its_defaults():
     paths = runner.select(FOLDER)
     assert sorted(PARAMETER_SETS) == [path.stem for path in paths]
+    assert all(label in PARAMETER_SETS[name] for name, label in QUICK.items())
     for path in paths:
         defaults = {name: parameter.default for name, parameter in read_parameters(load(path)).items()}
         assert PARAMETER_SETS[path.stem]
@@ -262,6 +273,7 @@ def test_no_notebook_waits_for_long_output():
             assert sum(len(text.splitlines()) for text in texts) <= 80
 
 
+@pytest.mark.long
 def test_a_comparison_that_collects_no_cell_fails(tmp_path):
     """K74: the command of `make test` on a folder without notebooks, and without its plugin, is no success."""
     line = re.search(r"-m pytest notebooks (.*)$", (CHECKOUT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are loo
 
 REACHED = "import os, pathlib, time\n_ = pathlib.Path(os.environ['REACHED']).write_text(str(os.getpid()))\n"
 NO_NAMESPACE, LAST_GOOD = 77, "the last good one"
+# what takes a few seconds has hung after this many
+HANGS_S = 300
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["cascade_lab.cli", "cascade_lab.book.export", "papermill", "nbclient", "IPython"])
 
@@ -90,8 +92,8 @@ class Place:
         process.streams = streams
         return process
 
-    def end(self, process, timeout=90):
-        process.join(timeout)
+    def end(self, process):
+        process.join(HANGS_S)
         if process.exitcode is None:
             process.kill()
             pytest.fail("the command did not end")
@@ -134,8 +136,8 @@ def executed_claim(id):
     return code(CLAIM, outputs=[output], count=2)
 
 
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
+def wait_for(condition):
+    deadline = time.monotonic() + HANGS_S
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.02)
@@ -174,7 +176,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# of an endless cell, an endless print and an endless display, each of its own kind; the others are variants of these
+QUICK_FAULTS = ("killed", "endless", "one long line", "endless pictures", "an error of many lines")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[] if fault in QUICK_FAULTS else pytest.mark.long) for fault in FAULTS]
+)
 def test_whatever_a_cell_does_there_is_one_line_and_nothing_is_left(fault, place, monkeypatch, capfd):
     """K80, K81: no hidden limit, and the memory a cell can claim by printing is bounded."""
     source, message = FAULTS[fault]
@@ -185,13 +193,11 @@ def test_whatever_a_cell_does_there_is_one_line_and_nothing_is_left(fault, place
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("REACHED", str(place.reached))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    started = time.monotonic()
 
     slow = "3" if "longer" in message else "60"
     arguments = ["run", "01", "--notebooks", str(place.folder), "--output", str(place.output), "--timeout", slow]
     assert cli.main(arguments) == 1
 
-    assert time.monotonic() - started < 60
     errors = capfd.readouterr().err
     assert errors.count("\n") == 1
     assert len(errors) < 500
@@ -204,6 +210,7 @@ def test_whatever_a_cell_does_there_is_one_line_and_nothing_is_left(fault, place
     assert sum(len(each.get("text", "")) for each in kept) <= execution.MAX_PRINTED
 
 
+@pytest.mark.long
 def test_much_output_below_the_limit_is_kept_whole(place):
     """K81: 30,000 lines are slower than the kernel's answer, and none is lost."""
     write(place.folder, "01_long", "for i in range(30_000):\n    print(i)", CLAIM)
@@ -218,10 +225,23 @@ def test_much_output_below_the_limit_is_kept_whole(place):
 STOPS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
-@pytest.mark.parametrize("moment", ["starting", "cell"])
 @pytest.mark.parametrize(
-    ("number", "whole_group"),
-    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, True)],
+    ("number", "whole_group", "moment"),
+    [
+        (signal.SIGINT, True, "cell"),
+        (signal.SIGTERM, False, "starting"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (signal.SIGINT, False, "starting"),
+                (signal.SIGINT, False, "cell"),
+                (signal.SIGINT, True, "starting"),
+                (signal.SIGTERM, False, "cell"),
+                (signal.SIGHUP, True, "starting"),
+                (signal.SIGHUP, True, "cell"),
+            )
+        ),
+    ],
 )
 def test_a_signal_ends_the_run_and_its_kernel(number, whole_group, moment, place):
     """K80: at kernel start-up and in a cell, to the process alone and to its group as a terminal sends it."""
@@ -261,7 +281,7 @@ def test_a_run_killed_outright_leaves_nothing_among_the_results(place):
     wait_for(lambda: place.reached.exists() and place.reached.read_text())
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    wait_for(lambda: not place.processes(), seconds=10)
+    wait_for(lambda: not place.processes())
     assert list(place.output.iterdir()) == []
     (place.folder / "fast").touch()
     assert place.run()[::2] == (0, "")
@@ -438,12 +458,11 @@ with pathlib.Path({disk!r}, 'filler').open('ab', buffering=0) as file:
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full before", "filled by a cell"])
-@pytest.mark.parametrize("disk", ["checkout/build", "tmp"])
-def test_a_full_disk_is_one_line_and_leaves_what_was_there(disk, full, place, tmp_path):
-    write(place.folder, "01_good", CLAIM, FILL.format(disk=str(place.root / disk)))
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(full, place, tmp_path):
+    write(place.folder, "01_good", CLAIM, FILL.format(disk=str(place.output)))
     listing = tmp_path / "listing"
     exitcode, _, errors = place.run(
-        prepare=SmallDisk(place.root / disk, 204_800, full), report=Listing(place.root / disk, listing)
+        prepare=SmallDisk(place.output, 204_800, full), report=Listing(place.output, listing)
     )
     if exitcode == NO_NAMESPACE:
         pytest.skip("this user may not mount a file system; the quota above stands for it")
@@ -518,7 +537,7 @@ def test_a_read_only_checkout_and_home_give_the_same_results_elsewhere(place):
 
 
 def test_no_room_for_temporary_files_is_wrong_usage(place, monkeypatch, capsys):
-    monkeypatch.setattr(canonical, "problems", lambda path: [])
+    monkeypatch.setattr(canonical, "problems", lambda path, notebook: [])
     write(place.folder, "01_good", CLAIM)
     monkeypatch.setattr(tempfile, "tempdir", str(place.root / "nowhere"))
     for command in (["run", "--output", str(place.output)], ["refresh"], ["check"]):
@@ -623,6 +642,7 @@ def test_a_notebook_without_plain_parameters_is_never_started(command, parameter
 # commands beside each other
 
 
+@pytest.mark.long
 def test_commands_beside_each_other_in_one_checkout_do_not_collide(place):
     """Two runs of one notebook, a run of another, a refresh and a check: all results are there and belong together."""
     wait = "import time\ntime.sleep(0.5)"

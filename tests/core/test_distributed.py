@@ -142,7 +142,7 @@ def marked(mark: str, patience: float = HANGS_S) -> list[int]:
         time.sleep(0.05)
 
 
-@pytest.fixture(params=["two", "four"])
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.long)])
 def ranks(request) -> Launch:
     return request.getfixturevalue(request.param)
 
@@ -625,6 +625,7 @@ def test_a_rank_that_never_comes_ends_the_others_in_time(ranks):
     assert_state_close(state_of(found[0]), expected, atol=0.02, nan_rows=expected.lse.isnan())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "alive"), [("ring", 3), ("merge", 2), ("call", 1)])
 def test_a_rank_that_dies_ends_the_others_in_time(four, name, alive):
     assert len(four.last) == 3
@@ -636,6 +637,7 @@ def test_a_rank_that_dies_ends_the_others_in_time(four, name, alive):
             assert last[name]["seconds"] < 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "alive"), [("merge of three", 3), ("merge of two", 2)])
 def test_those_who_live_on_still_merge(four, name, alive):
     o, lse = rank_programs.states(MERGES["auto"], 4)

@@ -121,6 +121,7 @@ def test_a_check_finds_a_wrong_read_counter(monkeypatch):
         checks.run_check(chosen)
 
 
+@pytest.mark.long
 @interpreted
 def test_worker_processes_report_each_check():
     todo = [check for check in checks.checks(small=True) if check.name in ("merges", "layouts")]
@@ -130,6 +131,7 @@ def test_worker_processes_report_each_check():
     assert "KeyError" in found[broken]
 
 
+@pytest.mark.long
 def test_tests_marked_for_a_gpu_are_run_and_a_failing_one_is_named(tmp_path):
     folder = tmp_path / "tests"
     folder.mkdir()

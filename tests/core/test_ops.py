@@ -210,6 +210,7 @@ def test_a_call_is_one_operator_in_the_graph(kernels):
     assert compiled_graph(check_out, *side_by_side(o, lse)) == ["merge_state_out"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_fuses_around_the_operators():
     """Neighbours are compiled, strides and all: a transposed projection in front, a weighting behind."""
@@ -422,14 +423,17 @@ def operator_call(name: str, backend: str, dtype=torch.float32, masked=True, rea
     return OPS.cascade_attention, (case.q, *both, *options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long)])
+
+
+@each_dtype
 @pytest.mark.parametrize("name", ["merge_state", "merge_states", "merge_state_out", "attention", "cascade_attention"])
 def test_operators_pass_opcheck(kernels, name, dtype):
     operator, arguments = operator_call(name, kernels, dtype)
     torch.library.opcheck(operator, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each_dtype
 @pytest.mark.parametrize("name", ["merge_state", "merge_states", "attention", "cascade_attention"])
 def test_operators_pass_opcheck_with_gradients(name, dtype):
     for masked in (True, False) if "attention" in name else (True,):

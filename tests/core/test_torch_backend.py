@@ -302,7 +302,7 @@ GRADIENT_CASES = {
 
 
 @pytest.mark.parametrize("options", GRADIENT_CASES.values(), ids=GRADIENT_CASES)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("heads", [pytest.param((2, 2), marks=pytest.mark.long), (4, 2)])
 def test_gradients_equal_finite_differences_where_requests_share_pages(options, heads, monkeypatch):
     monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 2 * heads[0] // heads[1])
     monkeypatch.setattr(torch_backend, "BLOCK_SCORES", 1)

@@ -33,6 +33,7 @@ def named(row):
     return f"D={work['head_dim']} rows={work['rows']} {work['mask']} page={work['page_size']} {row['target']}"
 
 
+@pytest.mark.long
 def test_every_row_of_the_table_is_compiled_for_every_target(found):
     seen = {(row["work"]["head_dim"], row["block_m"], row["work"]["mask"], row["target"]) for row in of_table(found)}
     expected = {(work.head_dim, work.rows, work.mask, target) for work in compiled.table_works() for target in PRODUCTS}
@@ -41,17 +42,20 @@ def test_every_row_of_the_table_is_compiled_for_every_target(found):
     assert all(row["compiles"] for row in found["amd"])
 
 
+@pytest.mark.long
 def test_nothing_spills(found):
     spilled = [named(row) for row in found["rows"] if row["spill_bytes"] or row["stack_bytes"]]
     assert spilled == []
 
 
+@pytest.mark.long
 def test_products_are_those_of_the_generation(found):
     for row in found["rows"]:
         expected = PRODUCTS[row["target"]] if row["block_m"] >= 64 else "HMMA"
         assert row["products"] == [expected], named(row)
 
 
+@pytest.mark.long
 def test_keys_and_values_come_as_wide_asynchronous_copies_two_tiles_ahead(found):
     """Page ids are the only narrow loads; products that read shared memory themselves need one buffer more."""
     for row in found["rows"]:
@@ -65,6 +69,7 @@ def test_keys_and_values_come_as_wide_asynchronous_copies_two_tiles_ahead(found)
         assert row["buffers"] >= (3 if row["products"] in (["HGMMA"], ["UTCHMMA"]) else 2), named(row)
 
 
+@pytest.mark.long
 def test_main_loops_issue_few_instructions_per_byte(found):
     for row in of_table(found):
         bounds = ISSUE_SM80 if row["target"] == "sm_80" else ISSUE
@@ -73,6 +78,7 @@ def test_main_loops_issue_few_instructions_per_byte(found):
         assert bound is None or row["issue"] <= bound, named(row)
 
 
+@pytest.mark.long
 def test_merges_have_few_registers_and_wide_loads(found):
     assert {row["kernel"] for row in found["merges"]} == {"merge_pair_kernel", "merge_many_kernel"}
     for row in found["merges"]:
@@ -81,6 +87,7 @@ def test_merges_have_few_registers_and_wide_loads(found):
         assert any(op.startswith("LDG") and op.endswith(".128") for op in row["copies"])
 
 
+@pytest.mark.long
 def test_the_worked_example_in_one_number(found):
     """L = 2000, topk = 4, S = 5, node rows, 8 query heads on 2 KV heads of 64, sm_90."""
     example = found["worked example"]
@@ -109,6 +116,7 @@ def test_the_command_prints_the_table_and_writes_the_record(tmp_path, capsys, mo
     assert json.loads((tmp_path / "compiled.json").read_text(encoding="utf-8")) == recorded
 
 
+@pytest.mark.long
 def test_the_record_is_of_the_present_table(found):
     recorded = json.loads((CHECKOUT / "figures" / "measured" / "compiled.json").read_text(encoding="utf-8"))
     tiles = ("work", "target", "block_m", "block_n", "num_warps")

@@ -353,6 +353,7 @@ def fail_between_two_messages(folder):
         Path(folder, str(dist.get_rank())).write_text(str(error))
 
 
+@pytest.mark.long
 def test_a_failure_of_one_rank_is_its_own_and_the_others_do_not_wait(tmp_path):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="failed"), Ranks(3, timeout=HANGS_S) as ranks:

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 import cascade_lab
+from cascade_lab import cli
+from cascade_lab.book import runner
+from cascade_lab.book.execution import load
+from cascade_lab.book.parameters import bind, read_parameters
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(CHECKOUT.glob("*.md"))
@@ -53,6 +57,16 @@ def test_make_targets_end_in_a_command(words):
     assert re.search(r"-m (cascade_lab|pytest)\b", commands[-1])
 
 
+@pytest.mark.parametrize("words", lines("cascade-lab"), ids=" ".join)
+def test_commands_name_options_notebooks_and_parameters_that_exist(words):
+    options = cli._parser().parse_args(words[1:])
+    assert options.command == words[1]
+    for path in runner.select(CHECKOUT / "notebooks", getattr(options, "names", [])):
+        given = dict(getattr(options, "parameter", []))
+        assert set(bind(read_parameters(load(path)), given, path.name)) == set(given)
+
+
+@pytest.mark.long
 def test_commands_run_in_the_order_shown(tmp_path):
     for name in ("cascade_lab", "notebooks", "figures"):
         shutil.copytree(CHECKOUT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,6 +1,7 @@
 """`make` sets the environment up when it is missing or stale, and does nothing twice."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -73,17 +74,28 @@ def test_a_failed_installation_fails_and_is_tried_again(make):
     assert (status, calls[-2:]) == (0, [INSTALL, "-m cascade_lab run"])
 
 
-def test_make_test_runs_every_check_in_order_and_stops_at_the_first_failure(make):
+LINT = ["-m ruff check .", "-m ruff format --check ."]
+
+
+@pytest.mark.parametrize(
+    ("target", "tests", "check"),
+    [
+        ("test", r"-m pytest tests .* -m not long", "check --no-run"),
+        ("test-all", "-m pytest tests (?!.*long).*", "check"),
+    ],
+)
+def test_each_tier_runs_every_check_in_order_and_stops_at_the_first_failure(target, tests, check, make):
     make("venv")
-    status, calls = make("test")
+    status, calls = make(target)
     assert status == 0
-    starts = ["-m ruff check", "-m ruff format --check", "-m pytest tests", "-m cascade_lab check --no-run"]
-    assert [call[: len(start)] for call, start in zip(calls, starts, strict=False)] == starts
-    assert calls[4].startswith("-m pytest notebooks --nbval --nbval-current-env")
-    assert len(calls) == 5
+    lint, (suite, form, outputs) = calls[:2], calls[2:]
+    assert lint == LINT
+    assert re.fullmatch(tests, suite)
+    assert form == f"-m cascade_lab {check}"
+    assert outputs.startswith("-m pytest notebooks --nbval --nbval-current-env")
     failing = STAND_IN.replace('*) echo "$*" >> "$CALLS" ;;', '*) echo "$*" >> "$CALLS"; exit 1 ;;')
     (make.place / ".venv" / "bin" / "python").write_text(failing)
-    status, calls = make("test")
+    status, calls = make(target)
     assert status != 0
     assert [call[:13] for call in calls] == ["-m ruff check"]
 

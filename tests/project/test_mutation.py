@@ -18,9 +18,35 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials are forks of one process")
 
 NOTEBOOKS = CHECKOUT / "notebooks"
-CLAIMS = list(dict.fromkeys(mutant.claim for mutant in MUTANTS))
-NODES = list(dict.fromkeys(f"tests/{mutant.node}" for mutant in MUTANTS))
-each_mutant = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake)
+# one mistake for each notebook; the others are left to `make test-all`
+QUICK = [
+    mutant
+    for mutant in MUTANTS
+    if mutant.mistake
+    in (
+        "lse left in base 2",
+        "siblings visible in the tree mask",
+        "a row does not see itself",
+        "band of a window one key narrow",
+        "a request hits the blocks it brings",
+        "a merge's way back left out of the bytes sent",
+    )
+]
+
+
+def claims(mutants):
+    return list(dict.fromkeys(mutant.claim for mutant in mutants))
+
+
+def nodes(mutants):
+    return list(dict.fromkeys(f"tests/{mutant.node}" for mutant in mutants))
+
+
+each_mutant = pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(mutant, marks=[] if mutant in QUICK else pytest.mark.long) for mutant in MUTANTS],
+    ids=[mutant.mistake for mutant in MUTANTS],
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +88,26 @@ def cells(claim: str) -> tuple[str, ...]:
     return tuple(cells_of_claim(notebook, claim))
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_mistake_of_every_notebook_is_tried_each_time():
+    numbers = [str(int(path.stem[:2])) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    assert [mutant.claim.partition(".")[0] for mutant in QUICK] == numbers
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [pytest.param(claim, marks=[] if claim in claims(QUICK) else pytest.mark.long) for claim in claims(MUTANTS)],
+)
 def test_a_claim_holds_on_the_unchanged_package(claim, unchanged):
     found = unchanged(cells(claim))
     assert found.error == ""
     assert claim in found.done
 
 
-def test_the_unit_tests_pass_on_the_unchanged_package(trials, original):
-    found = trials.tests(original, NODES)
+@pytest.mark.parametrize("mutants", [QUICK, pytest.param(MUTANTS, marks=pytest.mark.long)], ids=["quick", "all"])
+def test_the_unit_tests_pass_on_the_unchanged_package(mutants, trials, original):
+    found = trials.tests(original, nodes(mutants))
     assert found.error == ""
-    assert sorted(found.done) == sorted(NODES)
+    assert sorted(found.done) == sorted(nodes(mutants))
 
 
 @each_mutant
@@ -90,6 +125,7 @@ def test_a_unit_test_fails_on_the_mutant(mutant: Mutant, copied, trials):
     assert found.done == ()
 
 
+@pytest.mark.long
 def test_a_failing_claim_fails_the_run_and_its_output_is_no_result(copied):
     (mutant,) = (mutant for mutant in MUTANTS if mutant.mistake == "a row does not see itself")
     mutant.apply(copied / "cascade_lab")
