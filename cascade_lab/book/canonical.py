@@ -1,7 +1,8 @@
 """The one form in which notebooks are committed: what a reader sees, not who ran it, where or when.
 
 `canonical` drops run metadata, `problems` names every rule a file breaks, and `differences` compares two
-runs as nbval does: cell by cell, images by presence, cells tagged nbval-ignore-output not at all.
+runs cell by cell: images by presence, cells tagged nbval-ignore-output not at all. nbval beside it notices what runs
+only under this package's runner; order of outputs, run counts and missing pictures only `differences` notices.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ What is committed of them depends on no machine, no library's wording and no tim
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from cascade_lab.book import canonical, runner
 from cascade_lab.book.execution import load
 from cascade_lab.book.parameters import read_parameters
 from cascade_lab.evidence.claims import gather
+from tests.notebook_cases import code, shown_claim, write
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FOLDER = CHECKOUT / "notebooks"
@@ -273,11 +275,79 @@ def test_no_notebook_waits_for_long_output():
             assert sum(len(text.splitlines()) for text in texts) <= 80
 
 
+def nbval_options():
+    """What the Makefile adds to `pytest notebooks`."""
+    line = re.search(r"-m pytest notebooks (.*)$", (CHECKOUT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    return shlex.split(line[1])
+
+
+def nbval(folder, *options):
+    command = [sys.executable, "-m", "pytest", str(folder), *options]
+    return subprocess.run(command, cwd=folder.parent, capture_output=True, text=True)
+
+
+@pytest.mark.long
+def test_cells_of_a_notebook_stay_with_one_worker_without_being_told(tmp_path):
+    """As in `pytest notebooks --nbval -n 2`: a cell needs those before it, which pytest-xdist alone would scatter."""
+    for name in ("01_one", "02_two"):
+        write(tmp_path / "notebooks", name, "n = 0", *(f"n += 1\nassert n == {i}" for i in range(1, 8)))
+    options = ("--nbval", "--nbval-current-env", "-n", "2", "-p", "no:cacheprovider")
+    scattered = nbval(tmp_path / "notebooks", *options)
+    assert scattered.returncode == 1
+    assert "NameError" in scattered.stdout
+    shutil.copy(CHECKOUT / "conftest.py", tmp_path)
+    together = nbval(tmp_path / "notebooks", *options)
+    assert together.returncode == 0, together.stdout
+    assert "18 passed" in together.stdout
+
+
+def reordered(notebook, figures):
+    notebook["cells"][3]["outputs"].reverse()
+
+
+def redrawn(notebook, figures):
+    (figures / "a.svg").write_text("<svg>2</svg>")
+
+
+def only_here(notebook, figures):
+    notebook["cells"][3]["source"] = notebook["cells"][3]["source"][:-1] + ["_ = os.environ['CASCADE_LAB_FIGURES']"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("change", "noticed"),
+    [(None, set()), (reordered, {"check"}), (redrawn, {"check"}), (only_here, {"nbval"})],
+    ids=["nothing", "outputs in another order", "another picture", "a notebook that needs this package's runner"],
+)
+def test_check_and_nbval_each_notice_what_the_other_cannot(change, noticed, tmp_path, monkeypatch):
+    """`differences` sees order and files of pictures; nbval runs the cells without anything that the runner sets."""
+    monkeypatch.delenv("CASCADE_LAB_FIGURES", raising=False)
+    figures = tmp_path / "figures"
+    draw = (
+        "import os, pathlib\nfolder = os.environ.get('CASCADE_LAB_FIGURES')\n"
+        "if folder:\n    pathlib.Path(folder).mkdir(exist_ok=True)\n"
+        "    _ = pathlib.Path(folder, 'a.svg').write_text('<svg/>')"
+    )
+    path = write(
+        tmp_path / "notebooks",
+        "01_one",
+        code(shown_claim("1.1"), "nbval-check-output"),
+        f"{draw}\nprint('first')\ndisplay('second')\n_ = 0",
+    )
+    folders = {"folder": path.parent, "figures": figures}
+    assert runner.refresh(**folders) == 0
+    if change is not None:
+        notebook = json.loads(path.read_text())
+        change(notebook, figures)
+        path.write_text(json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
+    found = {"check": runner.check(**folders), "nbval": nbval(path.parent, *nbval_options()).returncode}
+    assert found == {each: int(each in noticed) for each in found}
+
+
 @pytest.mark.long
 def test_a_comparison_that_collects_no_cell_fails(tmp_path):
     """K74: the command of `make test` on a folder without notebooks, and without its plugin, is no success."""
-    line = re.search(r"-m pytest notebooks (.*)$", (CHECKOUT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    options = shlex.split(line[1])
+    options = nbval_options()
     assert "--nbval" in options
     assert any(option.startswith("--nbval-cell-timeout=") for option in options)
     for extra, status in (((), 5), (("-p", "no:nbval"), 4)):
