@@ -650,7 +650,7 @@ def test_what_is_no_file_but_named_like_a_notebook_is_one_line(checkout, capsys)
     os.mkfifo(checkout / "03_pipe.ipynb")
     assert cli.main(["check", "--no-run", "02", "03"]) == 1
     errors = capsys.readouterr().err.splitlines()
-    assert [error.split(",")[0] for error in errors] == ["02_folder.ipynb", "03_pipe.ipynb"]
+    assert [error.split(":")[0] for error in errors] == ["02_folder.ipynb", "03_pipe.ipynb"]
     assert [error.rsplit(", ", 1)[1] for error in errors] == ["given a directory", "given a pipe"]
 
 

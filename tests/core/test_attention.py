@@ -172,7 +172,7 @@ def test_query_heads_share_their_key_head(backend, device, loads, heads):
 EDGES = [0, 1, 15, 16, 17, 127, 128, 129]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.long), True])
 def test_lengths_around_block_edges(backend, device, loads, causal):
     """K53: queries and keys of 0, 1, 15, 16, 17, 127, 128 and 129, in all 64 pairs."""
     for turn in range(len(EDGES)):
