@@ -2,6 +2,12 @@
 
 One process imports everything but the package itself; each trial is a fork of it that puts a copy of the package first
 on its path. So a trial costs what its cells cost, and no trial can see another one's package.
+
+Which cells a claim rests on is read from the names that cells set and use, so some ways of writing a cell break it: a
+loop that does not run is taken to run; an object changed through another name (`alias = x; alias.append(1)`), or by a
+function that it was given to, is taken to be unchanged; a name made by `exec`, `globals()` or an import of `*` is not
+seen. Such a trial ends in a NameError or in a claim that fails on the package as it is, which
+`test_a_claim_holds_on_the_unchanged_package` tells.
 """
 
 from __future__ import annotations

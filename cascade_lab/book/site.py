@@ -107,7 +107,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
     for path in paths:
         try:
             notebook = load(path)
-            for problem in canonical.problems(path):
+            for problem in canonical.problems(path, notebook):
                 raise NotebookError(f"{problem}; `cascade-lab refresh` executes it")
             claims = gather(notebook)
             for claim in claims:

@@ -210,7 +210,9 @@ def code_cells(path):
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_committed_notebooks_break_no_rule(path):
-    """K72, K73, K82: no stderr, no picture told by its size or address, an id of its own for every cell."""
+    """K72, K73, K82 (tests/known_faults.md): no stderr, no picture told by its size or address, an id of its own for
+    every cell.
+    """
     assert canonical.problems(path) == []
     ids = [cell["id"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
     assert len(set(ids)) == len(ids) > 20

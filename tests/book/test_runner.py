@@ -1,4 +1,4 @@
-"""The runner believes a notebook only when every cell ran and every claim stands (K71 to K86)."""
+"""The runner believes a notebook only when every cell ran and every claim stands (K71 to K86, tests/known_faults.md)."""
 
 import json
 import os
@@ -22,10 +22,9 @@ from cascade_lab.book.parameters import NotebookError, bind, read_parameters
 from cascade_lab.book.refusals import check_runnable
 from cascade_lab.evidence.claims import MIME
 from cascade_lab.files import UsageError
+from tests.limits import HANGS_S
 from tests.notebook_cases import PARAMETERS, code, shown_claim, write
 
-# what takes a few seconds has hung after this many
-HANGS_S = 300
 CLAIM = "from cascade_lab.evidence.claims import claim\n"
 
 

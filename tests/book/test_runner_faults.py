@@ -24,14 +24,13 @@ from cascade_lab import cli
 from cascade_lab.book import canonical, execution, runner
 from cascade_lab.evidence.claims import MIME
 from cascade_lab.files import Stopped, as_exceptions, held_back
+from tests.limits import HANGS_S
 from tests.notebook_cases import CLAIM, FIELDS, PARAMETERS, code, write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are looked for in /proc")
 
 REACHED = "import os, pathlib, time\n_ = pathlib.Path(os.environ['REACHED']).write_text(str(os.getpid()))\n"
 NO_NAMESPACE, LAST_GOOD = 77, "the last good one"
-# what takes a few seconds has hung after this many
-HANGS_S = 300
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["cascade_lab.cli", "cascade_lab.book.export", "papermill", "nbclient", "IPython"])
 
@@ -184,7 +183,7 @@ QUICK_FAULTS = ("killed", "endless", "one long line", "endless pictures", "an er
     "fault", [pytest.param(fault, marks=[] if fault in QUICK_FAULTS else pytest.mark.long) for fault in FAULTS]
 )
 def test_whatever_a_cell_does_there_is_one_line_and_nothing_is_left(fault, place, monkeypatch, capfd):
-    """K80, K81: no hidden limit, and the memory a cell can claim by printing is bounded."""
+    """K80, K81 (tests/known_faults.md): no hidden limit, and the memory a cell can claim by printing is bounded."""
     source, message = FAULTS[fault]
     write(place.folder, "01_bad", code(source), code(CLAIM))
     place.keep("01_bad", "02_other")

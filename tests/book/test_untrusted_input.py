@@ -664,7 +664,7 @@ def test_a_cell_does_not_run_another_notebook(source, tmp_path):
 
 
 def test_names_that_a_shell_or_a_template_would_read_and_a_foreign_kernel_change_nothing(tmp_path, monkeypatch, capsys):
-    """K79: the notebook asks for another program, which is not even looked for."""
+    """K79 (tests/known_faults.md): the notebook asks for another program, which is not even looked for."""
     name = "01 $(touch pwned) `touch pwned` {x} [ab]* 'q' \"d\" & %s <b>"
     write(
         tmp_path / "notebooks",

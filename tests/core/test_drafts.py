@@ -53,7 +53,7 @@ def test_everything_follows_from_parent_links(parents):
 
 
 def test_node_sees_its_ancestors_and_itself_but_no_sibling_or_cousin():
-    """K25: 1 and 2 under 0, 3 under 1, 4 under 2."""
+    """K25 (tests/known_faults.md): 1 and 2 under 0, 3 under 1, 4 under 2."""
     tree = DraftTree([-1, 0, 0, 1, 2])
     assert (seen_by(tree, 1), seen_by(tree, 2)) == ({0, 1}, {0, 2})
     assert seen_by(tree, 3) == {0, 1, 3}

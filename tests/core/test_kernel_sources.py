@@ -26,7 +26,7 @@ def tree_of(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_kernels_use_no_library_or_vendor_function(path):
-    """K55: math functions move between versions, and some are unknown to the interpreter."""
+    """K55 (tests/known_faults.md): math functions move between versions, and some are unknown to the interpreter."""
     names = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
     used = {node.attr for node in names if isinstance(node.value, ast.Name) and node.value.id == "tl"}
     assert used <= KNOWN

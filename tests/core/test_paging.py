@@ -47,7 +47,7 @@ def test_pages_needed(length, page_size, pages):
 
 
 def test_slots_start_at_whole_pages_not_at_the_sum_of_lengths():
-    """K35: lengths 5 and 7 in pages of 4 start at slots 0 and 8."""
+    """K35 (tests/known_faults.md): lengths 5 and 7 in pages of 4 start at slots 0 and 8."""
     table = paging.build_page_table([5, 7], 4)
     assert paging.token_slots(table, 0, 5, 4).tolist() == [0, 1, 2, 3, 4]
     assert paging.token_slots(table, 1, 7, 4).tolist() == [8, 9, 10, 11, 12, 13, 14]

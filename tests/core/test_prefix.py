@@ -61,7 +61,7 @@ def test_the_eight_by_eight_triangle_cut_at_four():
 
 
 def test_convention_is_exact_not_the_square_nor_its_half():
-    """K61: N = 4 has 10 pairs, its full square 16, half of it 8."""
+    """K61 (tests/known_faults.md): N = 4 has 10 pairs, its full square 16, half of it 8."""
     assert interactions(4) == 10
     assert 4 * 4 == 16
     assert 4 * 4 / 2 == 8

@@ -57,7 +57,9 @@ needs_triton = pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Tri
 
 
 def test_import_brings_in_torch_and_numpy_only():
-    """K43: importing needs no GPU, and Triton, plotting and notebooks are not imported before they are used."""
+    """K43 (tests/known_faults.md): importing needs no GPU, and Triton, plotting and notebooks are not imported before
+    they are used.
+    """
     code = """
 import sys, torch
 before = set(sys.modules)

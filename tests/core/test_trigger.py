@@ -164,7 +164,7 @@ def test_nothing_to_verify_is_nothing_to_decide(trees):
 
 
 def test_the_reason_holds_the_numbers_of_the_prediction():
-    """K30: which plan, for what reason, with bytes, launches and seconds of either."""
+    """K30 (tests/known_faults.md): which plan, for what reason, with bytes, launches and seconds of either."""
     decision = should_cascade(branches(8, 4, 4000, 3), H100, **HEADS)
     naive, cascade, fused = (decision.predictions[plan] for plan in PLANS)
     assert decision.cascade

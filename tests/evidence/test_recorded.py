@@ -20,7 +20,9 @@ def test_published_cases_have_the_predicted_sign_or_a_stated_reason(case):
 
 
 def test_published_cases_include_losses_that_the_model_gets_right():
-    """K30: 8 heads on 1 over 4000 tokens (26 us against 19), and 128 beams over a prefix of 128 (0.52x)."""
+    """K30 (tests/known_faults.md): 8 heads on 1 over 4000 tokens (26 us against 19), and 128 beams over a prefix of 128
+    (0.52x).
+    """
     lost = [case for case in CASES if case.speedup < 1 and not case.wrong]
     assert len(lost) == 3
     assert {(c.prefix_len, c.branches, c.num_kv_heads) for c in lost} == {(4000, 8, 1), (128, 128, 8), (1024, 8, 4)}

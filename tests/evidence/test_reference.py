@@ -40,7 +40,7 @@ def pattern(matrix):
     ],
 )
 def test_visible_keys_by_hand(rows, keys, options, expected):
-    """K51: bottom-right alignment, written out."""
+    """K51 (tests/known_faults.md): bottom-right alignment, written out."""
     [matrix] = visible_keys(offsets([rows]), int32([keys]), **options)
     assert matrix.shape == (rows, keys)
     assert pattern(matrix) == expected

@@ -80,6 +80,23 @@ def test_the_catalogue_and_the_tests_agree():
     assert len(rows(CATALOGUE, "R")) == 15
 
 
+def first_mention(source: str) -> str:
+    """The first docstring of a test module, its own or a test's, that names a row; "" if none does."""
+    tree = ast.parse(source)
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    named = (ast.get_docstring(node) or "" for node in (tree, *tests))
+    return next((text for text in named if re.search(r"\bK\d+\b", text)), "")
+
+
+def test_a_file_that_names_a_row_says_first_where_rows_are():
+    texts = {path.name: first_mention(path.read_text(encoding="utf-8")) for path in sorted(TESTS.rglob("test_*.py"))}
+    assert [name for name, text in texts.items() if text and "tests/known_faults.md" not in text] == []
+    assert sum(map(bool, texts.values())) > 10
+    source = '"""A module."""\n\n\ndef test_a():\n    """K1: yes."""\n\n\ndef test_b():\n    """K2."""\n'
+    assert first_mention(source) == "K1: yes."
+    assert first_mention(source.replace("K", "Q")) == ""
+
+
 GOOD = """
 | id | fault | right | tests |
 |---|---|---|---|

@@ -91,7 +91,7 @@ def test_the_installed_wheel_imports_merges_and_answers_commands(installed, tmp_
 
 
 def test_the_package_imports_and_computes_without_triton_and_without_gpu(tmp_path):
-    """K43: importing needs neither, and the torch backend works without both."""
+    """K43 (tests/known_faults.md): importing needs neither, and the torch backend works without both."""
     code = """if True:
         import sys
         sys.modules["triton"] = None
