@@ -1,4 +1,4 @@
-"""The runner believes a notebook only when every cell ran and every claim stands (K71 to K86, tests/known_faults.md)."""
+"""The runner believes a notebook when every cell ran and every claim stands (K71 to K86, tests/known_faults.md)."""
 
 import json
 import os

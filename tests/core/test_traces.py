@@ -76,7 +76,7 @@ def test_the_pairs_follow_the_mean_square_under_n_n_plus_1_up_to_a_diagonal(pair
 
 
 def test_weightings_are_told_apart():
-    """K67 (tests/known_faults.md): (1000, 0) and (100, 90) hit 0.0818 by token, 0.45 by request, and each has its name."""
+    """K67 (tests/known_faults.md): (1000, 0) and (100, 90) hit 0.0818 by token, 0.45 by request, each with its name."""
     summary = summarize([(1000, 0), (100, 90)])
     assert summary.token_hit == 90 / 1100
     assert summary.request_hit == 0.45
