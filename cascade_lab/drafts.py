@@ -3,12 +3,15 @@
 A draft tree hangs on a request's prefix; a node sees the prefix, its ancestors and itself, and stands at position
 prefix length + number of ancestors. Verifying a batch of trees is the same attention under three plans:
 
-    naive     one level of expanded requests, each the prefix and one path:    sum over rows of (L + path) KV tokens
-    cascade   a prefix level and a draft level, merged:                        sum of L  +  sum over rows of path
-    fused     one level, prefix and all drafts once, a tree mask inside:       sum of (L + nodes), no merge
+    naive     one level of virtual requests, each the prefix and one path:     V (L + path) KV tokens
+    cascade   a prefix level and a draft level of virtual requests, merged:    B L + V path
+    fused     one level, prefix and all drafts once, a tree mask inside:       B (L + nodes), no merge
 
-With B requests of topk branches of S tokens and one row per branch, the first is B topk (L + S) and the second
-B L + B topk S. With one row per node, as verification really runs, a path is the node's depth.
+Reads are counted per request here (see `levels`), for B requests that are expanded into V virtual ones. What a virtual
+request is, `rows` says: a whole branch with the rows of its path, causal ("branch"); a leaf with one row, as in a
+drafting step ("leaf"); a node with one row ("node"). Branches of topk x S drafts make V = B topk of the first two, so
+reads are B topk (L + S) against B L + B topk S under both, and pairs topk (S L + S (S + 1) / 2) a request under the
+first. With a virtual request per node, V is B topk S and a path is the node's depth.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +27,12 @@ import torch
 from cascade_lab import paging
 from cascade_lab.levels import Level, check_at_least
 
-__all__ = ["CopiedTails", "DraftTree", "PLANS", "ROWS", "VerifyBatch"]
+__all__ = ["CopiedTails", "DraftTree", "PLANS", "ROWS", "VerifyBatch", "VirtualRequests"]
 
 PLANS = ("naive", "cascade", "fused")
 """What `VerifyBatch.levels` may be asked for."""
-ROWS = ("node", "branch")
-"""Whether every draft token queries, or the last one of each branch alone."""
+ROWS = ("branch", "leaf", "node")
+"""What a virtual request of `VerifyBatch` is: a branch with the rows of its path, its leaf's row, or a node's row."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,8 @@ class CopiedTails:
     """A plan in whole pages only: what an engine runs whose page table cannot address single tokens.
 
     Attributes:
-        levels: naive, one level of the rows' own page tables; or cascade, whole prefix pages and then each row's own.
+        levels: naive, one level of the virtual requests' own page tables; or cascade, whole prefix pages and then each
+            virtual request's own.
         src, dst: int64 slots to copy before the pass, `k_flat[dst] = k_flat[src]`.
         tail_tokens: how many of these are prefix tokens, copied because they do not fill a page.
         num_pages: pages the cache needs, those of the batch included.
@@ -231,11 +236,25 @@ class CopiedTails:
     num_pages: int
 
 
+class VirtualRequests(NamedTuple):
+    """The requests that a batch is expanded into, in the order of their rows; three `[V]` int64 tensors on the CPU.
+
+    Attributes:
+        request: of the batch, whose prefix is read.
+        rows: query rows.
+        drafts: tokens of its path, read behind the prefix.
+    """
+
+    request: torch.Tensor
+    rows: torch.Tensor
+    drafts: torch.Tensor
+
+
 class VerifyBatch:
     """A batch of requests with draft trees to verify: its pages, its rows, and the plans over them.
 
-    Rows are ordered by request, then by node in the tree's storage order (or by leaf in storage order). A request's
-    drafts lie right behind its prefix, in storage order.
+    Rows are ordered by request, then by node or leaf in the tree's storage order, and those of a branch along its path
+    from the prefix down. A request's drafts lie right behind its prefix, in storage order.
     """
 
     def __init__(
@@ -256,7 +275,9 @@ class VerifyBatch:
             prefix_lens: committed tokens per request, >= 0.
             trees: a tree per request, or None for a request without drafts, which has no rows.
             page_size: tokens per page.
-            rows: "node", one query row per draft node (target verification), or "branch", one per leaf.
+            rows: "branch", a virtual request per leaf with a row for every node of its path, causal among themselves
+                (target verification by branches; a node on several branches has a row in each); "leaf", a virtual
+                request per leaf with its row alone (a drafting step); or "node", a virtual request and a row per node.
             shared_prefix_len: leading tokens that all requests share (a system prompt), a multiple of page_size. The
                 cascade then has three levels.
             page_table: `[B, max_pages]` int32 with the pages of prefix and drafts; consecutive ones are handed out when
@@ -311,12 +332,24 @@ class VerifyBatch:
         self.num_pages = needed if num_pages is None else num_pages
         if self.num_pages * page_size >= 2**31:
             raise ValueError(f"num_pages: expected fewer than 2**31 slots, given {self.num_pages} x {page_size}")
-        # rows in batch order: their request, and their path as slots, padded by -1
-        ends = [None if tree is None else (range(tree.size) if rows == "node" else tree.leaves) for tree in trees]
-        self._row_counts = np.asarray([0 if e is None else len(e) for e in ends], np.int64)
-        self._request = np.repeat(np.arange(len(trees)), self._row_counts)
-        self._ends = np.concatenate([np.asarray(e, np.int64) for e in ends if e is not None] or [np.zeros(0, np.int64)])
-        self._path_slots, self._path_lens = self._paths()
+        ends = [() if tree is None else (range(tree.size) if rows == "node" else tree.leaves) for tree in trees]
+        self._virtual_counts = np.asarray([len(e) for e in ends], np.int64)
+        self._virtual = np.repeat(np.arange(len(trees)), self._virtual_counts)
+        nodes = self._path_nodes(ends)
+        on_path = nodes >= 0
+        token = self._prefix[self._virtual][:, None] + nodes
+        self._path_slots = np.where(on_path, self._slots(self._virtual[:, None], token), -1)
+        self._path_lens = on_path.sum(1)
+        # rows in batch order: their request, the node that each stands on, and the nodes from the prefix down to it
+        if rows == "branch":
+            self._virtual_rows = self._path_lens
+            self._row_nodes, self._depths = nodes[on_path], on_path.nonzero()[1] + 1
+        else:
+            self._virtual_rows = np.ones(len(self._virtual), np.int64)
+            self._row_nodes = np.concatenate([np.zeros(0, np.int64), *(np.asarray(e, np.int64) for e in ends)])
+            self._depths = self._path_lens
+        self._request = np.repeat(self._virtual, self._virtual_rows)
+        self._row_counts = np.bincount(self._request, minlength=len(trees))
 
     @property
     def prefix_lens(self) -> tuple[int, ...]:
@@ -341,7 +374,18 @@ class VerifyBatch:
     @property
     def positions(self) -> torch.Tensor:
         """`[T]` int64: the position in its sequence of each row, prefix length + number of ancestors."""
-        return self._to_tensor(self._prefix[self._request] + self._path_lens - 1, np.int64)
+        return self._to_tensor(self._prefix[self._request] + self._depths - 1, np.int64)
+
+    @property
+    def row_nodes(self) -> torch.Tensor:
+        """`[T]` int64: the node that each row stands on, counted within its own request's tree."""
+        return self._to_tensor(self._row_nodes, np.int64)
+
+    @property
+    def virtual_requests(self) -> VirtualRequests:
+        """What the naive plan and the draft level of the cascade expand the batch into."""
+        arrays = (self._virtual, self._virtual_rows, self._path_lens)
+        return VirtualRequests(*(torch.from_numpy(x.astype(np.int64)) for x in arrays))
 
     def prefix_slots(self, r: int) -> torch.Tensor:
         """Flat slots (page x page_size + offset) of request r's prefix tokens, `[prefix_len]` int64."""
@@ -358,8 +402,9 @@ class VerifyBatch:
         """The levels of one plan; the state of any plan is the same.
 
         Args:
-            plan: "naive" (one level, one expanded request per row, single tokens addressed), "cascade" (prefix level
-                and draft level, a shared level before them if the batch has one), or "fused" (one level, tree mask).
+            plan: "naive" (one level of virtual requests, single tokens addressed), "cascade" (a prefix level of all
+                rows and a draft level of virtual requests, a shared level before them if the batch has one), or
+                "fused" (one level of the requests themselves, tree mask). Rows of a virtual request are causal.
 
         Raises:
             ValueError: unknown plan.
@@ -374,10 +419,10 @@ class VerifyBatch:
         return levels if self.shared_prefix_len == 0 else (self._shared_level(), *levels)
 
     def copied_tails(self, plan: str = "naive") -> CopiedTails:
-        """The naive or cascade plan in whole pages: every row owns the pages of its tail and its path.
+        """The naive or cascade plan in whole pages: every virtual request owns the pages of its tail and its path.
 
-        The tail is the part of the prefix that does not fill a page. A row whose path already lies right behind the
-        prefix keeps the original; for any other row tail and path are copied.
+        The tail is the part of the prefix that does not fill a page. A virtual request whose path already lies right
+        behind the prefix keeps the original; for any other one tail and path are copied.
 
         Raises:
             ValueError: another plan.
@@ -385,42 +430,42 @@ class VerifyBatch:
         if plan not in ("naive", "cascade"):
             raise ValueError(f"plan: expected 'naive' or 'cascade' (a fused pass copies nothing), given {plan!r}")
         size = self.page_size
-        prefix = self._prefix[self._request]
+        prefix = self._prefix[self._virtual]
         whole = prefix // size
         tail = prefix % size
         own_pages = -(-(tail + self._path_lens) // size)
         node = np.arange(self._path_slots.shape[1])
-        behind = self._slots(self._request[:, None], prefix[:, None] + node)
+        behind = self._slots(self._virtual[:, None], prefix[:, None] + node)
         kept = ((behind == self._path_slots) | (self._path_slots < 0)).all(1)
         taken = np.where(kept, 0, own_pages)
         first = self.num_pages + taken.cumsum() - taken
         column = np.arange(int(own_pages.max()) if len(own_pages) else 0)
         original = np.take_along_axis(
-            np.pad(self._table[self._request], ((0, 0), (0, len(column)))), whole[:, None] + column, 1
+            np.pad(self._table[self._virtual], ((0, 0), (0, len(column)))), whole[:, None] + column, 1
         )
         own = np.where(kept[:, None], original, first[:, None] + column)
         own = np.where(column < own_pages[:, None], own, -1)
 
-        # token n of a row's own pages: tail first, then path
+        # token n of a virtual request's own pages: tail first, then path
         token = np.arange(len(column) * size)
         length = tail + self._path_lens
         dst = np.repeat(own, size, axis=1) * size + token % size
         at = np.clip(token - tail[:, None], 0, max(self._path_slots.shape[1] - 1, 0))
         path = np.take_along_axis(self._path_slots, at, 1) if self._path_slots.size else np.zeros_like(dst)
         src = np.where(
-            token < tail[:, None], self._slots(self._request[:, None], (whole * size)[:, None] + token), path
+            token < tail[:, None], self._slots(self._virtual[:, None], (whole * size)[:, None] + token), path
         )
         moved = (token < length[:, None]) & ~kept[:, None]
         if plan == "cascade":
             levels = (
                 self._prefix_level(0, self._prefix // size * size),
-                self._row_level(own, tail + self._path_lens, size, "tail and draft"),
+                self._virtual_level(own, tail + self._path_lens, size, "tail and draft"),
             )
         else:
-            table = np.full((self.num_rows, int((whole + own_pages).max()) if self.num_rows else 0), -1)
-            table[:, : self._table.shape[1]] = self._table[self._request][:, : table.shape[1]]
+            table = np.full((len(self._virtual), int((whole + own_pages).max()) if len(self._virtual) else 0), -1)
+            table[:, : self._table.shape[1]] = self._table[self._virtual][:, : table.shape[1]]
             np.put_along_axis(padded := np.pad(table, ((0, 0), (0, len(column)))), whole[:, None] + column, own, 1)
-            levels = (self._row_level(padded[:, : table.shape[1]], prefix + self._path_lens, size, "expanded"),)
+            levels = (self._virtual_level(padded[:, : table.shape[1]], prefix + self._path_lens, size, "expanded"),)
         return CopiedTails(
             levels,
             self._to_tensor(src[moved], np.int64),
@@ -478,18 +523,17 @@ class VerifyBatch:
         page = np.minimum(token // self.page_size, self._table.shape[1] - 1)
         return self._table[request, page] * self.page_size + token % self.page_size
 
-    def _paths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots of each row's path, [T, depth] padded by -1, and its length [T]."""
+    def _path_nodes(self, ends: Sequence[Sequence[int]]) -> np.ndarray:
+        """Nodes of each virtual request from the prefix down to its end, [V, depth] padded by -1."""
         depth = max((tree.depth for tree in self.trees if tree is not None), default=0)
-        paths = np.full((self.num_rows, depth), -1)
+        nodes = np.full((len(self._virtual), depth), -1)
         at = 0
-        for tree, count in zip(self.trees, self._row_counts, strict=True):
+        for tree, own in zip(self.trees, ends, strict=True):
             if tree is not None:
-                ends = self._ends[at : at + count]
-                paths[at : at + count, : tree.depth] = tree._paths if self.rows == "node" else tree._paths[ends]
-                at += count
-        token = self._prefix[self._request][:, None] + paths
-        return np.where(paths >= 0, self._slots(self._request[:, None], token), -1), (paths >= 0).sum(1)
+                paths = tree._paths if self.rows == "node" else tree._paths[list(own)]
+                nodes[at : at + len(own), : tree.depth] = paths
+                at += len(own)
+        return nodes
 
     def _prefix_level(self, start: int, end: np.ndarray) -> Level:
         """All rows of a request over its prefix tokens [start, end)."""
@@ -516,34 +560,27 @@ class VerifyBatch:
         )
 
     def _draft_level(self) -> Level:
-        return self._row_level(self._path_slots, self._path_lens, 1, "draft")
+        return self._virtual_level(self._path_slots, self._path_lens, 1, "draft")
 
     def _expanded_level(self) -> Level:
-        """Every row as a request of its own, prefix and path, in pages of one token."""
-        lens = self._prefix[self._request] + self._path_lens
-        table = np.empty((self.num_rows, int(lens.max()) if len(lens) else 0), np.int32)
+        """Every virtual request as one of its own, prefix and path, in pages of one token."""
+        lens = self._prefix[self._virtual] + self._path_lens
+        table = np.empty((len(self._virtual), int(lens.max()) if len(lens) else 0), np.int32)
         # in int32 and whole pages: this table is by far the largest thing that a plan builds
         first, offset = (self._table * self.page_size).astype(np.int32), np.arange(self.page_size, dtype=np.int32)
         paths = self._path_slots.astype(np.int32)
         end = 0
-        for r, (length, count) in enumerate(zip(self.prefix_lens, self.row_counts, strict=True)):
+        for r, (length, count) in enumerate(zip(self.prefix_lens, self._virtual_counts.tolist(), strict=True)):
             if count == 0:
                 continue
-            rows = slice(end, end := end + count)
+            own = slice(end, end := end + count)
             whole = (first[r, : -(-length // self.page_size), None] + offset).reshape(-1)
-            table[rows, :length] = whole[:length]
-            behind = table[rows, length:]
+            table[own, :length] = whole[:length]
+            behind = table[own, length:]
             width = min(behind.shape[1], paths.shape[1])
-            behind[:, :width] = paths[rows, :width]
+            behind[:, :width] = paths[own, :width]
             behind[:, width:] = -1
-        return Level(
-            cu_seqlens_q=self._offsets(np.ones(self.num_rows, np.int64)),
-            page_table=self._to_tensor(table),
-            cache_seqlens=self._to_tensor(lens),
-            page_size=1,
-            name="expanded",
-            max_seqlen_q=1,
-        )
+        return self._virtual_level(table, lens, 1, "expanded")
 
     def _fused_level(self) -> Level:
         words = -(-int(self._nodes.max()) // 64) if len(self._nodes) and self._nodes.max() else 1
@@ -551,8 +588,8 @@ class VerifyBatch:
         at = 0
         for tree, count in zip(self.trees, self._row_counts, strict=True):
             if tree is not None:
-                ends = torch.from_numpy(self._ends[at : at + count])
-                mask[at : at + count, : tree.mask.shape[1]] = tree.mask[ends]
+                nodes = torch.from_numpy(self._row_nodes[at : at + count])
+                mask[at : at + count, : tree.mask.shape[1]] = tree.mask[nodes]
                 at += count
         return Level(
             cu_seqlens_q=self._offsets(self._row_counts),
@@ -565,15 +602,16 @@ class VerifyBatch:
             max_seqlen_q=self._most_rows,
         )
 
-    def _row_level(self, table: np.ndarray, lengths: np.ndarray, page_size: int, name: str) -> Level:
-        """One request per row."""
+    def _virtual_level(self, table: np.ndarray, lengths: np.ndarray, page_size: int, name: str) -> Level:
+        """The virtual requests; the rows of a branch see each other causally, at the end of the keys."""
         return Level(
-            cu_seqlens_q=self._offsets(np.ones(self.num_rows, np.int64)),
+            cu_seqlens_q=self._offsets(self._virtual_rows),
             page_table=self._to_tensor(table),
             cache_seqlens=self._to_tensor(lengths),
             page_size=page_size,
+            causal=self.rows == "branch",
             name=name,
-            max_seqlen_q=1,
+            max_seqlen_q=int(self._virtual_rows.max()) if len(self._virtual_rows) else 0,
         )
 
     @property

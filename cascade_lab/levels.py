@@ -1,9 +1,18 @@
 """Levels: a computation as a list of passes over the same rows, and its two ledgers (claims 1 to 3).
 
 A level is one pass of all T query rows over part of their keys. The states of the levels merge by log-sum-exp, so any
-way of dealing the keys out to levels gives the same answer. What differs is counted by `ledger`: `reads`, the KV tokens
-that the passes load, and `pairs`, the query-key interactions they compute. A cascade moves the first and leaves the
-second; a prefix hit does the opposite. Nothing here is measured: bytes are not time.
+way of dealing the keys out to levels gives the same answer. What differs is counted by `ledger`: *pairs*, the
+query-key interactions that are computed, and *reads*, which are three counts with a name each:
+
+    distinct         cached tokens that a row sees at all: what must be read at least once       kv_tokens_unique
+    per request      sum of cache_seqlens over requests with rows: a request's keys once         kv_tokens
+    per row tile     keys loaded by a kernel that cuts a request's rows into tiles of block_m    tile_tokens(block_m)
+
+Without copied pages distinct <= per row tile, and per row tile = per request where one tile holds the rows of a
+request, as in verification. A cascade lowers reads per request and leaves distinct keys and pairs alone. A prefix hit
+lowers pairs and leaves distinct keys and reads per request alone; reads per row tile fall with the pairs, for there are
+fewer tiles. All three are loads by a multiprocessor. Which of the repeated ones the L2 cache answers, and so the DRAM
+traffic, is another matter, and bytes are not time.
 """
 
 from __future__ import annotations
@@ -31,7 +40,7 @@ class Level:
 
     Attributes:
         cu_seqlens_q: `[R + 1]` int32, from 0 to T. Every level of a plan partitions the same T packed rows, each in its
-            own way: a shared prefix is one request of all its readers' rows, a draft branch a request of one row.
+            own way: a shared prefix is one request of all its readers' rows, a draft branch a request of its own rows.
         page_table: `[R, max_pages]` int32, in pages of `page_size` tokens.
         cache_seqlens: `[R]` int32, tokens read per request.
         page_size: tokens per page of `page_table`; it divides the cache's own page size. 1 addresses single tokens.
@@ -179,9 +188,10 @@ class Ledger:
     """What a plan loads and computes, in exact integers; per KV head for reads, per query head for pairs.
 
     Attributes:
-        kv_tokens: sum of cache_seqlens over the requests that have rows.
+        kv_tokens: reads per request: sum of cache_seqlens over the requests that have rows. The count of the published
+            formulas B topk (L + S) and B L + B topk S.
         kv_tokens_paged: the same with each request's last page counted whole.
-        kv_tokens_unique: distinct physical slots: the compulsory reads. A copied page has slots of its own.
+        kv_tokens_unique: distinct keys, as physical slots: the compulsory reads. A copied page has slots of its own.
         pairs: visible query-key pairs.
         num_q_heads, num_kv_heads: as given; their ratio is the group that shares a KV head.
         levels: the same for each level; sums but for kv_tokens_unique, where levels may share slots.
@@ -196,13 +206,14 @@ class Ledger:
     num_kv_heads: int
     levels: tuple[Ledger, ...] = ()
     name: str = ""
-    _passes: tuple[_Shape, ...] = field(default=(), repr=False, compare=False)
+    _passes: tuple[PassShape, ...] = field(default=(), repr=False, compare=False)
 
     def tile_tokens(self, block_m: int) -> int:
-        """KV tokens loaded per KV head by a kernel with row tiles of `block_m` packed rows (row x head of the group).
+        """Reads per row tile: KV tokens loaded per KV head with tiles of `block_m` packed rows (row x head of a group).
 
         Each tile loads the keys that some row of it sees, once. Per request that is ceil(rows x group / block_m) times
-        the keys, less what lies above the diagonal when causal.
+        the keys, less what lies above the diagonal when causal. It equals kv_tokens when one tile holds a request's
+        rows; for many rows of a causal pass it goes with the pairs.
         """
         check_at_least("block_m", block_m, 1)
         group = self.num_q_heads // self.num_kv_heads
@@ -220,14 +231,15 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Rows and keys of the requests of one level that have rows, as int64 arrays."""
+class PassShape:
+    """Rows and keys of the requests of one level that have rows, as int64 arrays: what its loads follow from."""
 
     rows: np.ndarray
     keys: np.ndarray
     causal: bool
 
     def tile_tokens(self, block_m: int, group: int) -> int:
+        """As `Ledger.tile_tokens`, for `group` query heads on a KV head."""
         tiles = -(-self.rows * group // block_m)
         if not self.causal:
             # rows x keys fits 64 bits, times a group it may not
@@ -240,7 +252,7 @@ class _Shape:
 
 
 def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int = 1) -> Ledger:
-    """Count a plan's reads and pairs from its page tables, lengths and masks; no tensor of it is run.
+    """Count a plan's reads, three ways, and its pairs from page tables, lengths and masks; no tensor of it is run.
 
     Args:
         levels: the plan, as for `cascade_attention`.
@@ -338,13 +350,13 @@ def _check_counts(level: Level) -> None:
         )
 
 
-def _shape(level: Level) -> _Shape:
+def _shape(level: Level) -> PassShape:
     rows = np.diff(level.cu_seqlens_q.cpu().numpy().astype(np.int64))
     keys = level.cache_seqlens.cpu().numpy().astype(np.int64)
-    return _Shape(rows[rows > 0], keys[rows > 0], level.causal)
+    return PassShape(rows[rows > 0], keys[rows > 0], level.causal)
 
 
-def _pairs(level: Level, shape: _Shape) -> int:
+def _pairs(level: Level, shape: PassShape) -> int:
     rows, keys = shape.rows, shape.keys
     if level.causal:
         # the last row sees all keys, each row before it one less

@@ -105,22 +105,24 @@ def rule_table(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
+    rows: str = "branch",
 ) -> list[RuleRow]:
-    """The engines' rules beside the prediction over (L, topk, batch), one query row per branch.
+    """The engines' rules beside the prediction over (L, topk, batch), for virtual requests as `rows` says.
 
-    `speedup` is the predicted naive time over that of the cascade. vLLM knows requests only: every branch counts as a
-    request, and they share a prefix only if there is a single one (batch = 1).
+    `speedup` is the predicted naive time over that of the cascade. vLLM knows requests only: every virtual request
+    counts as one, and they share a prefix only if there is a single request (batch = 1).
     """
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     lengths, topks = tuple(prefix_lens), tuple(topks)
-    rows = []
+    table = []
     for size in batches:
         for topk in topks:
             for length in lengths:
-                batch = VerifyBatch([length] * size, [DraftTree.branches(topk, steps)] * size, rows="branch")
+                batch = VerifyBatch([length] * size, [DraftTree.branches(topk, steps)] * size, rows=rows)
                 decision = should_cascade(batch, device_model, head_dim=head_dim, dtype=dtype, **heads)
                 by_plan = decision.predictions
-                rows.append(
+                queries = batch.virtual_requests.rows.tolist()
+                table.append(
                     RuleRow(
                         length,
                         topk,
@@ -129,8 +131,8 @@ def rule_table(
                         decision.plan,
                         by_plan["naive"].seconds / by_plan["cascade"].seconds,
                         sglang_rule(topk),
-                        vllm_rule(length if size == 1 else 0, [1] * size * topk, num_sms=device_model.num_sms, **heads),
-                        flashinfer_rule(topk * num_q_heads / num_kv_heads, head_dim)[0],
+                        vllm_rule(length if size == 1 else 0, queries, num_sms=device_model.num_sms, **heads),
+                        flashinfer_rule(batch.num_rows / size * num_q_heads / num_kv_heads, head_dim)[0],
                     )
                 )
-    return rows
+    return table

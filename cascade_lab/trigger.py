@@ -25,6 +25,7 @@ import torch
 
 from cascade_lab.backends.triton.config import splits_for, tile_for
 from cascade_lab.drafts import PLANS, ROWS, VerifyBatch
+from cascade_lab.levels import PassShape
 
 __all__ = [
     "A100",
@@ -184,7 +185,7 @@ def should_cascade(
     heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
     predictions = _predict(shape, device_model, heads, launches)
     naive, cascade, fused = (predictions[plan] for plan in PLANS)
-    if len(shape.paths) == 0:
+    if shape.num_rows == 0:
         return Decision(False, "fused", "no query rows, nothing to read", predictions)
     if shape.shared == 0 and all(tree is None or len(tree.leaves) == 1 for tree in batch.trees):
         plan = min((fused, naive), key=lambda p: p.seconds).plan
@@ -227,7 +228,7 @@ def break_even_prefix(
     Args:
         topk, steps: disjoint branches per request, and tokens of each.
         batch: requests, each with a prefix of its own.
-        rows: "branch" or "node", as in `VerifyBatch`.
+        rows: "branch", "leaf" or "node", as in `VerifyBatch`.
         plan: "cascade" or "fused".
         device_model and the other arguments: as in `should_cascade`.
 
@@ -237,6 +238,8 @@ def break_even_prefix(
     for name, n in (("topk", topk), ("steps", steps), ("batch", batch)):
         if n < 1:
             raise ValueError(f"{name}: expected a number >= 1, given {n}")
+    if rows not in ROWS:
+        raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
     if plan not in ("cascade", "fused"):
         raise ValueError(f"plan: expected 'cascade' or 'fused', given {plan!r}")
     heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
@@ -291,6 +294,8 @@ def predict_branches(
     for name, n, least in (("prefix_len", prefix_len, 0), ("topk", topk, 1), ("steps", steps, 1), ("batch", batch, 1)):
         if n < least:
             raise ValueError(f"{name}: expected a number >= {least}, given {n}")
+    if rows not in ROWS:
+        raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
     heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
     return _predict(_Shape.branches(prefix_len, topk, steps, batch, rows), device_model, heads, launches)
 
@@ -326,52 +331,70 @@ class _Heads:
 class _Pass:
     """One level: rows and keys of its requests, and how many distinct tokens they read."""
 
-    rows: np.ndarray
-    keys: np.ndarray
+    shape: PassShape
     unique: int
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Lengths of the requests that have rows, and of each row's path; tokens shared by all requests."""
+    """Lengths of the requests that have rows: prefix, nodes and rows; tokens shared by all of them.
+
+    Of the virtual requests that they are expanded into: the place of its request among these, its rows, its path; and
+    whether its rows are causal.
+    """
 
     prefix: np.ndarray
     nodes: np.ndarray
     rows: np.ndarray
-    paths: np.ndarray
     shared: int
+    request: np.ndarray
+    virtual_rows: np.ndarray
+    paths: np.ndarray
+    causal: bool
 
     @classmethod
     def of(cls, batch: VerifyBatch) -> _Shape:
         rows = np.asarray(batch.row_counts, np.int64)
         prefix = np.asarray(batch.prefix_lens, np.int64)
         nodes = np.asarray([0 if tree is None else tree.size for tree in batch.trees], np.int64)
-        paths = batch.positions.cpu().numpy() + 1 - np.repeat(prefix, rows)
         active = rows > 0
-        return cls(prefix[active], nodes[active], rows[active], paths, batch.shared_prefix_len)
+        request, virtual_rows, paths = (x.numpy() for x in batch.virtual_requests)
+        request = (active.cumsum() - 1)[request]
+        lengths = prefix[active], nodes[active], rows[active], batch.shared_prefix_len
+        return cls(*lengths, request, virtual_rows, paths, batch.rows == "branch")
 
     @classmethod
     def branches(cls, length: int, topk: int, steps: int, batch: int, rows: str) -> _Shape:
-        if rows not in ROWS:
-            raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
-        path = np.full(topk, steps) if rows == "branch" else np.tile(np.arange(1, steps + 1), topk)
+        """`batch` requests of topk disjoint branches of as many steps."""
+        path = np.tile(np.arange(1, steps + 1), topk) if rows == "node" else np.full(topk, steps)
+        own = path if rows == "branch" else np.ones_like(path)
         ones = np.ones(batch, np.int64)
-        return cls(length * ones, topk * steps * ones, len(path) * ones, np.tile(path, batch), 0)
+        request = np.repeat(np.arange(batch), len(path))
+        lengths = length * ones, topk * steps * ones, own.sum() * ones, 0
+        return cls(*lengths, request, np.tile(own, batch), np.tile(path, batch), rows == "branch")
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.sum())
 
     def passes(self, plan: str) -> tuple[_Pass, ...]:
         """The levels that `VerifyBatch.levels` would build, without their page tables."""
         drafts = int(self.nodes.sum())
         own = self.prefix - self.shared
-        ones = np.ones(len(self.paths), np.int64)
-        everything = (self.shared if len(self.paths) else 0) + int(own.sum()) + drafts
+        everything = (self.shared if self.num_rows else 0) + int(own.sum()) + drafts
         if plan == "naive":
-            return (_Pass(ones, np.repeat(self.prefix, self.rows) + self.paths, everything),)
+            keys = self.prefix[self.request] + self.paths
+            return (_Pass(PassShape(self.virtual_rows, keys, self.causal), everything),)
         if plan == "fused":
-            return (_Pass(self.rows, self.prefix + self.nodes, everything),)
-        levels = (_Pass(self.rows, own, int(own.sum())), _Pass(ones, self.paths, drafts))
+            return (_Pass(PassShape(self.rows, self.prefix + self.nodes, False), everything),)
+        levels = (
+            _Pass(PassShape(self.rows, own, False), int(own.sum())),
+            _Pass(PassShape(self.virtual_rows, self.paths, self.causal), drafts),
+        )
         if self.shared == 0:
             return levels
-        return (_Pass(np.asarray([len(self.paths)]), np.asarray([self.shared]), self.shared), *levels)
+        together = PassShape(np.asarray([self.num_rows]), np.asarray([self.shared]), False)
+        return (_Pass(together, self.shared), *levels)
 
 
 def _predict(
@@ -384,26 +407,27 @@ def _predict(
 
 
 def _predict_plan(shape: _Shape, plan: str, device: DeviceModel, heads: _Heads, launches: int | None) -> Prediction:
-    passes = shape.passes(plan) if len(shape.paths) else ()
-    state_rows = len(shape.paths) * heads.group * heads.num_kv
+    passes = shape.passes(plan) if shape.num_rows else ()
+    state_rows = shape.num_rows * heads.group * heads.num_kv
     query_bytes = state_rows * heads.dim * heads.itemsize
     terms = dict.fromkeys(("launch", "memory", "reread", "compute", "merge"), 0.0)
     loaded = unique = flops = parts = 0
     for one in passes:
-        tile = tile_for(int(one.rows.max()) * heads.group, max(heads.dim, heads.dim_v), torch.bfloat16)
-        tiles = -(-one.rows * heads.group // tile.block_m)
+        rows, keys = one.shape.rows, one.shape.keys
+        tile = tile_for(int(rows.max()) * heads.group, max(heads.dim, heads.dim_v), torch.bfloat16)
+        tiles = -(-rows * heads.group // tile.block_m)
         programs = int(tiles.sum()) * heads.num_kv
         splits = splits_for(
             programs,
-            rows=int(one.rows.max()) * heads.group,
-            max_keys=int(one.keys.max()),
+            rows=int(rows.max()) * heads.group,
+            max_keys=int(keys.max()),
             kv_width=(heads.dim + heads.dim_v) * heads.itemsize,
             out_width=heads.dim_v * 4,
             tile=tile,
             num_sms=device.num_sms,
         )
         busy = min(1.0, programs * splits / device.num_sms)
-        tokens = int((tiles * one.keys).sum())
+        tokens = one.shape.tile_tokens(tile.block_m, heads.group)
         first, again = one.unique * heads.token_bytes, (tokens - one.unique) * heads.token_bytes
         work = tokens * tile.block_m * heads.num_kv * 2 * (heads.dim + heads.dim_v)
         memory = (first + query_bytes) / device.bandwidth / busy

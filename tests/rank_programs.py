@@ -286,6 +286,7 @@ def level_of(case: AttentionCase) -> Level:
 VERIFIES = {
     "node": dict(rows="node"),
     "branch": dict(rows="branch", value_dim=12),
+    "leaf": dict(rows="leaf"),
     "three levels": dict(shared=8, rows="node"),
     "half": dict(dtype=torch.bfloat16),
 }

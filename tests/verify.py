@@ -30,11 +30,15 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
+def virtual_paths(parents: Sequence[int] | None, rows: str) -> list[list[int]]:
+    """The path of each virtual request, from the prefix down."""
+    nodes = range(len(parents or []))
+    return [path_to(parents, node) for node in nodes if rows == "node" or node not in parents]
+
+
 def row_ends(parents: Sequence[int] | None, rows: str) -> list[int]:
     """The node each query row of a request stands on."""
-    if parents is None:
-        return []
-    return [i for i in range(len(parents)) if rows == "node" or i not in parents]
+    return [node for path in virtual_paths(parents, rows) for node in (path if rows == "branch" else path[-1:])]
 
 
 @dataclass(frozen=True)

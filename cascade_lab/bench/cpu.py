@@ -97,7 +97,7 @@ MEMORY_LENGTHS = (8192, 32768, 131072)
 
 @dataclass(frozen=True)
 class VerifyShape:
-    """A batch of equal requests with draft trees, one query row per branch; pages in order or shuffled."""
+    """A batch of equal requests with draft trees; rows as in `VerifyBatch`, pages in order or shuffled."""
 
     length: int
     topk: int
@@ -106,10 +106,12 @@ class VerifyShape:
     heads: int = 8
     kv_heads: int = 2
     shuffled: bool = False
+    rows: str = "branch"
 
     def __str__(self) -> str:
         layout = ", page 16 shuffled" if self.shuffled else ""
-        return f"L={self.length} topk={self.topk} B={self.batch} {self.heads}/{self.kv_heads} heads{layout}"
+        heads = f"{self.heads}/{self.kv_heads} heads"
+        return f"{self.rows} rows, L={self.length} topk={self.topk} B={self.batch} {heads}{layout}"
 
 
 VERIFY_SHAPES = (
@@ -117,6 +119,8 @@ VERIFY_SHAPES = (
     VerifyShape(8192, 4, batch=4),
     VerifyShape(32768, 16),
     VerifyShape(32768, 4, shuffled=True),
+    VerifyShape(32768, 4, rows="leaf"),
+    VerifyShape(32768, 4, rows="node"),
 )
 # requests, prefix tokens, branches and steps of the batch whose plans are built
 PLANNED = (256, 32768, 4, 16)
@@ -418,7 +422,7 @@ def _verify_calls(shape: VerifyShape) -> tuple[dict[str, Callable[[], object]], 
     order = torch.randperm if shape.shuffled else torch.arange
     options = {"generator": gen} if shape.shuffled else {}
     table = order(shape.batch * pages, **options).view(shape.batch, pages).int()
-    batch = VerifyBatch([shape.length] * shape.batch, trees, VERIFY_PAGE, "branch", page_table=table)
+    batch = VerifyBatch([shape.length] * shape.batch, trees, VERIFY_PAGE, shape.rows, page_table=table)
     cache = (batch.num_pages, VERIFY_PAGE, shape.kv_heads, HEAD_DIM)
     k, v = (torch.randn(cache, generator=gen) for _ in range(2))
     q = torch.randn(batch.num_rows, shape.heads, HEAD_DIM, generator=gen)

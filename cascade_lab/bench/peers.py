@@ -31,7 +31,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class VerifyWork:
-    """One batch of equal requests: q [T, H_q, D], caches [P, page, H_kv, D], its pages, and its rows expanded."""
+    """One batch of equal requests: q [T, H_q, D], caches [P, page, H_kv, D], its pages, and what it expands into."""
 
     q: Tensor
     k: Tensor
@@ -51,8 +51,8 @@ class VerifyWork:
     def visible(self) -> Tensor:
         """[B, rows, nodes] bool: what each row sees of its request's drafts."""
         masks = []
-        for tree in self.batch.trees:
-            rows = list(tree.leaves) if self.batch.rows == "branch" else list(range(tree.size))
+        nodes = self.batch.row_nodes.cpu().split(self.batch.row_counts)
+        for tree, rows in zip(self.batch.trees, nodes, strict=True):
             masks.append(tree.dense_mask()[rows])
         return torch.stack(masks).to(self.q.device)
 
@@ -133,26 +133,27 @@ def flashinfer_tree(work: VerifyWork, max_autotune: bool) -> Peer:
 
 
 def flash_attention_3(work: VerifyWork, max_autotune: bool) -> Peer:
-    """FlashAttention-3 on the rows expanded: it packs the group and splits the keys, and knows no tree."""
+    """FlashAttention-3 on virtual requests: it packs the group and splits the keys, and knows no tree."""
     from flash_attn_interface import flash_attn_with_kvcache
 
-    return Peer("FlashAttention-3, expanded rows", _expanded(work, flash_attn_with_kvcache, "page_table"))
+    return Peer("FlashAttention-3, virtual requests", _expanded(work, flash_attn_with_kvcache, "page_table"))
 
 
 def flash_attention_2(work: VerifyWork, max_autotune: bool) -> Peer:
-    """FlashAttention-2's paged decode on the rows expanded: it packs the group and splits the keys."""
+    """FlashAttention-2's paged decode on virtual requests: it packs the group and splits the keys."""
     from flash_attn import flash_attn_with_kvcache
 
-    return Peer("FlashAttention-2, expanded rows", _expanded(work, flash_attn_with_kvcache, "block_table"))
+    return Peer("FlashAttention-2, virtual requests", _expanded(work, flash_attn_with_kvcache, "block_table"))
 
 
 def _expanded(work: VerifyWork, function: Callable, table_name: str) -> Callable[[], Tensor]:
     table = work.expanded.page_table.clamp(min=0)
-    options = {"cache_seqlens": work.expanded.cache_seqlens, table_name: table}
+    options = {"cache_seqlens": work.expanded.cache_seqlens, table_name: table, "causal": work.expanded.causal}
+    q = work.q.view(len(table), -1, *work.q.shape[1:])
 
     def call() -> Tensor:
-        o = function(work.q[:, None], work.k, work.v, **options)
-        return (o[0] if isinstance(o, tuple) else o)[:, 0]
+        o = function(q, work.k, work.v, **options)
+        return (o[0] if isinstance(o, tuple) else o).flatten(0, 1)
 
     return call
 

@@ -8,6 +8,7 @@ worker processes run the same ones.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import subprocess
@@ -171,29 +172,29 @@ def _hold(state: State, q: Tensor, k: Tensor, v: Tensor, level: Level, **options
     assert_state_close(state, expected, plain=plain, cu_seqlens_q=level.cu_seqlens_q)
 
 
-def _batch(check: Check, trees: Sequence[DraftTree | None], prefix_lens: Sequence[int], page: int):
-    batch = VerifyBatch(prefix_lens, trees, page, device=runtime.device())
+def _batch(check: Check, trees: Sequence[DraftTree | None], prefix_lens: Sequence[int], page: int, rows: str = "node"):
+    batch = VerifyBatch(prefix_lens, trees, page, rows, device=runtime.device())
     slots = torch.cat([f(r) for r in range(len(trees)) for f in (batch.prefix_slots, batch.draft_slots)])
     k, v = _caches(check, batch.num_pages + 1, page, slots, seed=1)
     return batch, _draw(check, batch.num_rows, check.heads[2], check.heads[0], seed=3), k, v
 
 
 def _check_plans(check: Check) -> None:
-    """All three plans of a ragged batch, with and without splits, on the rows' own unrolled sequences."""
+    """All three plans of a ragged batch, by branches and by nodes, with and without splits, on unrolled sequences."""
     trees = (DraftTree((-1, 0, 0, 1, 2)), None, DraftTree.branches(4, 3), DraftTree.chain(2))
     lengths = (200, 31, 77, 0)
     if check.small:
         trees, lengths = (trees[0], None, DraftTree.branches(2, 1)), (35, 3, 0)
-    batch, q, k, v = _batch(check, trees, lengths, 16)
-    (naive,) = batch.levels("naive")
-    for plan in PLANS:
-        levels = batch.levels(plan)
+    for rows, plan in itertools.product(("branch", "node"), PLANS):
+        batch, q, k, v = _batch(check, trees, lengths, 16, rows)
+        (naive,), levels = batch.levels("naive"), batch.levels(plan)
         expected = sum(_tokens_loaded(level, q, k, v) for level in levels)
         for num_splits in (None, 3):
             reads = torch.zeros(k.shape[2], dtype=torch.int64, device=q.device)
             state = cascade_attention(q, k, v, levels, num_splits=num_splits, reads=reads, backend="triton")
             _hold(state, q, k, v, naive)
-            assert reads.tolist() == [expected] * k.shape[2], f"{plan}: counted {reads.tolist()}, ledger {expected}"
+            counted = reads.tolist()
+            assert counted == [expected] * len(counted), f"{rows}, {plan}: counted {counted}, ledger {expected}"
 
 
 def _tokens_loaded(level: Level, q: Tensor, k: Tensor, v: Tensor) -> int:

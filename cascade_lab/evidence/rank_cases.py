@@ -39,14 +39,15 @@ def verification(
     num_kv_heads: int,
     head_dim: int,
 ) -> Verification:
-    """Every request verifies `topk` branches of `steps` drafts; levels[0] reads prefixes, levels[1] drafts."""
-    batch = VerifyBatch(prefix_lengths, [DraftTree.branches(topk, steps)] * len(prefix_lengths), page_size)
+    """Every request verifies `topk` branches of `steps` drafts; levels[0] reads prefixes, levels[1] drafts, causal."""
+    batch = VerifyBatch(prefix_lengths, [DraftTree.branches(topk, steps)] * len(prefix_lengths), page_size, "branch")
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(batch.num_rows, num_q_heads, head_dim, generator=g)
     k, v = torch.randn(2, batch.num_pages, page_size, num_kv_heads, head_dim, generator=g)
     (expanded,) = batch.levels("naive")
     tokens = (x.view(-1, expanded.page_size, *x.shape[2:]) for x in (k, v))
-    oracle = attention_oracle(q, *tokens, expanded.page_table, expanded.cache_seqlens)
+    rows = dict(cu_seqlens_q=expanded.cu_seqlens_q, causal=expanded.causal)
+    oracle = attention_oracle(q, *tokens, expanded.page_table, expanded.cache_seqlens, **rows)
     return Verification(q, k, v, batch.levels("cascade"), oracle)
 
 

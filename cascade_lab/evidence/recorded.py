@@ -68,7 +68,7 @@ class PublishedCase:
     wrong: str = ""
 
     def predicted_speedup(self) -> float:
-        """Plain over cascade by the trigger's model, 16-bit cache."""
+        """Plain over cascade by the trigger's model, 16-bit cache; decoding, so each branch has one query row."""
         by_plan = predict_branches(
             self.prefix_len,
             self.branches,
@@ -78,6 +78,7 @@ class PublishedCase:
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            rows="leaf",
             launches=self.launches,
         )
         return by_plan["naive"].seconds / by_plan["cascade"].seconds

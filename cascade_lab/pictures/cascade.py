@@ -88,8 +88,9 @@ def page_tables(levels: Sequence[Level]) -> str:
         starts, size = level.cu_seqlens_q.tolist(), level.page_size
         for r, tokens in enumerate(level.cache_seqlens.tolist()):
             pages = level.page_table[r, : paging.pages_needed(tokens, size)].tolist()
-            rows = "rows " + ", ".join(map(str, range(starts[r], starts[r + 1])))
-            lines.append(f"  {level.name:10}{rows:12}{tokens} tokens in pages of {size}: {pages}")
+            first, last = starts[r], starts[r + 1] - 1
+            rows = f"rows {first} to {last}" if last > first else f"row {first}" if last == first else "no rows"
+            lines.append(f"  {level.name:10}{rows:14}{tokens} tokens in pages of {size}: {pages}")
     return "\n".join(lines)
 
 

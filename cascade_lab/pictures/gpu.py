@@ -95,7 +95,7 @@ def verify_ratio(record: Mapping) -> tuple[Figure, dict[int, dict[int, tuple[flo
             found = row["plans"]["cascade"]
             data.setdefault(row["group"], {})[row["length"]] = found["ratio_measured"], found["ratio_predicted"]
     with style():
-        fig, ax = _figure(record, f"Naive over cascade, topk = {topk}, batch = {batch}, one row per {rows}")
+        fig, ax = _figure(record, f"Naive over cascade, topk = {topk}, batch = {batch}, rows by {rows}")
         predicted: dict[int, float] = {}
         for (group, points), line in zip(data.items(), LAWS, strict=False):
             ax.plot(list(points), [measured for measured, _ in points.values()], label=f"measured, G = {group}", **line)
@@ -124,7 +124,7 @@ def break_even_prefixes(record: Mapping) -> tuple[Figure, dict[tuple[int, int, i
         if row["rows"] == rows and row["length"] is not None
     }
     with style():
-        fig, ax = _figure(record, f"Prefix from which the cascade wins, one row per {rows}")
+        fig, ax = _figure(record, f"Prefix from which the cascade wins, rows by {rows}")
         shortest = min(row["length"] for row in record["sections"]["verify"]["rows"])
         kinds = {
             "measured": ("o", BLUE, [(x[0] * x[2], m) for x, (m, _) in data.items() if m]),
@@ -152,7 +152,7 @@ def peers(record: Mapping) -> tuple[Figure, dict[str, dict[str, float]]]:
     data: dict[str, dict[str, float]] = {}
     for row in record["sections"]["peers"]["rows"]:
         if "seconds" in row and row.get("agrees", True) and "length" in row:
-            work = f"L = {row['length']}, batch {row['batch']}, one row per {row['rows']}"
+            work = f"L = {row['length']}, batch {row['batch']}, rows by {row['rows']}"
             data.setdefault(work, {})[row["kernel"]] = row["seconds"]
     kernels = list(dict.fromkeys(name for found in data.values() for name in found))
     with style():
@@ -282,7 +282,7 @@ def _sweep(record: Mapping) -> list[Mapping]:
 
 def _crossing(record: Mapping) -> str:
     _, topk, batch, group, rows = record["scale"]["centre"]
-    return f"topk = {topk}, batch = {batch}, G = {group}, one row per {rows}"
+    return f"topk = {topk}, batch = {batch}, G = {group}, rows by {rows}"
 
 
 def _figure(record: Mapping, title: str):

@@ -274,7 +274,7 @@ def test_what_the_time_does_not_suffice_for_is_listed(monkeypatch, tmp_path):
     status, record = quiet_run(monkeypatch, tmp_path, replace(SMOKE, budget_s=0.0))
     assert (status, record["complete"]) == (0, True)
     skipped = record["sections"]["verify"]["skipped"]
-    assert len(skipped) == 4
+    assert len(skipped) == 6
     assert all(point["why"] == "time" for point in skipped)
     assert {"new": 8, "hit": 16, "why": "time"} in record["sections"]["prefill"]["skipped"]
 
@@ -327,11 +327,11 @@ def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, deadline, 
     bench = session.Session(clocks.HostClock(), scale, deadline=deadline)
     (row,) = verify.compile_ahead(bench)
     if outcome == "done":
-        # three plans for one row per branch, three for one per node, and one prefill
-        assert row == {"tasks": 3, "done": 3, "plans": 7, "failed": []}
+        # three plans each for rows by branch, by leaf and by node, and one prefill
+        assert row == {"tasks": 4, "done": 4, "plans": 10, "failed": []}
     elif outcome == "failed":
         assert (row["done"], row["plans"]) == (1, 1)
-        assert len(row["failed"]) == 2
+        assert len(row["failed"]) == 3
         assert "topk" in row["failed"][0]
     else:
         assert row["done"] < row["tasks"]
@@ -586,7 +586,7 @@ def test_pictures_of_a_record_carry_its_numbers_and_its_device():
     assert gpu_pictures.verify_bandwidth(record)[1]["fused"] == {1024: 0.9, 16384: 0.9}
     assert gpu_pictures.prefill_law(record)[1][8192][0.5] == pytest.approx((0.75, 0.75, 0.75))
     assert gpu_pictures.peers(record)[1] == {
-        "L = 16384, batch 1, one row per branch": {"cascade_lab fused": 2e-5, "FlexAttention, default": 3e-5}
+        "L = 16384, batch 1, rows by branch": {"cascade_lab fused": 2e-5, "FlexAttention, default": 3e-5}
     }
     measured, predicted = gpu_pictures.break_even_prefixes(record)[1][4, 1, 4]
     assert 1024 < measured < 16384

@@ -10,10 +10,21 @@ import pytest
 import torch
 
 from cascade_lab import DraftTree, VerifyBatch, cascade_attention, paging
-from cascade_lab.drafts import PLANS
+from cascade_lab.drafts import PLANS, ROWS
 from cascade_lab.evidence.reference import assert_state_close
 from tests.cases import int32, tree_words
-from tests.verify import CHAIN, FORK, SHUFFLED, STAR, check_levels, path_to, row_ends, run_levels, verify_case
+from tests.verify import (
+    CHAIN,
+    FORK,
+    SHUFFLED,
+    STAR,
+    check_levels,
+    path_to,
+    row_ends,
+    run_levels,
+    verify_case,
+    virtual_paths,
+)
 
 TREES = {"fork": FORK, "shuffled": SHUFFLED, "chain": CHAIN, "star": STAR, "one": [-1], "flat": [-1, -1, -1]}
 
@@ -49,7 +60,7 @@ def test_everything_follows_from_parent_links(parents):
     assert [tree.ancestors(i) for i in range(tree.size)] == [tuple(path[:-1]) for path in paths]
     assert [seen_by(tree, i) for i in range(tree.size)] == [set(path) for path in paths]
     assert tree.positions(7).tolist() == [7 + len(path) - 1 for path in paths]
-    assert tree.leaves == tuple(row_ends(parents, "branch"))
+    assert tree.leaves == tuple(row_ends(parents, "leaf"))
 
 
 def test_node_sees_its_ancestors_and_itself_but_no_sibling_or_cousin():
@@ -256,7 +267,7 @@ def test_a_plain_paged_kernel_verifies_over_the_ancestor_page_table(backend, dev
 PREFIXES, FORESTS = [13, 0, 16, 5, 0, 7], [SHUFFLED, FORK, None, CHAIN, None, [-1, -1]]
 
 
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("page", [1, 3, 16, 64, 256])
 def test_slots_are_disjoint_in_bounds_and_whole(page, rows):
     trees = [parents and DraftTree(parents) for parents in FORESTS]
@@ -275,7 +286,7 @@ def test_slots_are_disjoint_in_bounds_and_whole(page, rows):
     assert batch.num_rows == sum(len(row_ends(parents, rows)) for parents in FORESTS)
 
 
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 def test_rows_stand_at_prefix_length_plus_depth(rows):
     batch = VerifyBatch(PREFIXES, [parents and DraftTree(parents) for parents in FORESTS], 4, rows)
     expected = [
@@ -284,6 +295,20 @@ def test_rows_stand_at_prefix_length_plus_depth(rows):
         for node in row_ends(parents, rows)
     ]
     assert batch.positions.tolist() == expected
+    assert batch.row_nodes.tolist() == [node for parents in FORESTS for node in row_ends(parents, rows)]
+    assert batch.row_counts == tuple(len(row_ends(parents, rows)) for parents in FORESTS)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_virtual_requests_are_the_paths_in_the_order_of_their_rows(rows):
+    batch = VerifyBatch(PREFIXES, [parents and DraftTree(parents) for parents in FORESTS], 4, rows)
+    paths = [(r, len(path)) for r, parents in enumerate(FORESTS) for path in virtual_paths(parents, rows)]
+    virtual = batch.virtual_requests
+    assert virtual.request.tolist() == [r for r, _ in paths]
+    assert virtual.drafts.tolist() == [drafts for _, drafts in paths]
+    assert virtual.rows.tolist() == [drafts if rows == "branch" else 1 for _, drafts in paths]
+    assert {x.dtype for x in virtual} == {torch.int64}
+    assert virtual.rows.sum() == batch.num_rows
 
 
 def test_shared_pages_are_handed_out_once():
@@ -349,7 +374,7 @@ def test_a_cache_too_small_is_refused_with_both_numbers():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(rows="leaf"), ValueError, r"rows: expected one of \('node', 'branch'\), given 'leaf'"),
+        (dict(rows="step"), ValueError, r"rows: expected one of \('branch', 'leaf', 'node'\), given 'step'"),
         (dict(prefix_lens=5), TypeError, "prefix_lens: expected a sequence, one per request, given 5"),
         (dict(prefix_lens=[2**40, 6]), ValueError, r"prefix_lens: expected fewer than 2\*\*31 distinct tokens"),
         (dict(trees=[None]), ValueError, r"trees: expected one per request \(2\), given 1"),
@@ -388,11 +413,12 @@ def test_unknown_plans_and_requests_are_named():
             batch.draft_slots(r)
 
 
+@pytest.mark.parametrize("rows", ["branch", "leaf"])
 @pytest.mark.parametrize("plan", ["naive", "cascade"])
-def test_seven_prefix_tokens_in_pages_of_four_cost_21_copied_tokens(plan):
+def test_seven_prefix_tokens_in_pages_of_four_cost_21_copied_tokens(plan, rows):
     """K20: prefix in slots 4 to 10, tail [8, 9, 10], 8 branches of two pages: 7 x 3 copies, one keeps its own."""
     table = int32([[1, 2, *range(3, 14)]])
-    case = verify_case([7], [list(DraftTree.branches(8, 5).parents)], rows="branch", page=4, page_table=table)
+    case = verify_case([7], [list(DraftTree.branches(8, 5).parents)], rows=rows, page=4, page_table=table)
     copies = case.batch.copied_tails(plan)
     assert case.batch.prefix_slots(0).tolist() == [4, 5, 6, 7, 8, 9, 10]
     assert copies.tail_tokens == 21
@@ -413,7 +439,7 @@ def test_seven_prefix_tokens_in_pages_of_four_cost_21_copied_tokens(plan):
     assert (copies.num_pages - case.batch.num_pages) * 4 == paging.branch_capacity(7, 8, 5, 4) * 7 // 8
 
 
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("plan", ["naive", "cascade"])
 @pytest.mark.parametrize("page", [4, 16])
 def test_copied_tails_give_the_result_of_single_token_pages(backend, device, loads, plan, page, rows):
@@ -436,7 +462,7 @@ def test_copied_tails_give_the_result_of_single_token_pages(backend, device, loa
     assert_state_close(state, run_levels(case, case.batch.levels(plan), backend, loads))
 
 
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_each_pass_counts_its_own_rows(plan, rows):
     """K29: offsets of every level run from 0 to T in steps of that level's own requests."""
@@ -444,8 +470,9 @@ def test_each_pass_counts_its_own_rows(plan, rows):
     levels = batch.levels(plan)
     per_request = [len(row_ends(parents, rows)) for parents in (FORK, None, CHAIN)]
     steps = [level.cu_seqlens_q.diff().tolist() for level in levels]
-    ones = [1] * batch.num_rows
-    assert steps == {"naive": [ones], "fused": [per_request], "cascade": [[batch.num_rows], per_request, ones]}[plan]
+    virtual = [len(p) if rows == "branch" else 1 for tree in (FORK, None, CHAIN) for p in virtual_paths(tree, rows)]
+    own = {"naive": [virtual], "fused": [per_request], "cascade": [[batch.num_rows], per_request, virtual]}
+    assert steps == own[plan]
     for level, rows_of in zip(levels, steps, strict=True):
         assert level.cu_seqlens_q[0] == 0
         assert level.cu_seqlens_q[-1] == batch.num_rows
@@ -464,10 +491,11 @@ def test_a_common_prefix_is_one_sequence_of_all_queries():
     assert draft.cu_seqlens_q.tolist() == list(range(25))
 
 
+@pytest.mark.parametrize("rows", ["branch", "leaf"])
 @pytest.mark.parametrize("topk", [1, 4])
-def test_draft_tables_are_as_wide_as_the_paths_they_hold(backend, device, loads, topk):
+def test_draft_tables_are_as_wide_as_the_paths_they_hold(backend, device, loads, topk, rows):
     """K23: 3 steps of 4 branches are 12 draft tokens, and a row reads at most 3: the loop ends with the table."""
-    case = verify_case([6, 2], [list(DraftTree.branches(topk, 3).parents)] * 2, rows="branch", page=4, device=device)
+    case = verify_case([6, 2], [list(DraftTree.branches(topk, 3).parents)] * 2, rows=rows, page=4, device=device)
     draft = case.batch.levels("cascade")[1]
     assert draft.page_table.shape == (2 * topk, 3)
     assert draft.cache_seqlens.tolist() == [3] * 2 * topk

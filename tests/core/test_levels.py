@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
 
 from cascade_lab import DraftTree, Level, State, VerifyBatch, attention, cascade_attention, ledger
-from cascade_lab.drafts import PLANS
+from cascade_lab.drafts import PLANS, ROWS
 from cascade_lab.evidence.reference import assert_state_close, attention_oracle, visible_keys
 from cascade_lab.paging import split_kv_cache
 from tests.cases import attention_case, int32, offsets, poisoned_cache, random, run
@@ -25,9 +25,9 @@ from tests.verify import (
     row_ends,
     run_levels,
     verify_case,
+    virtual_paths,
 )
 
-ROWS = ["node", "branch"]
 PREFIXES, FORESTS = [13, 0, 5, 16], [FORK, SHUFFLED, None, STAR]
 
 
@@ -209,9 +209,10 @@ def test_each_request_of_a_batch_equals_its_own_run(backend, device, loads, plan
         assert_state_close(alone, State(state.o[rows], state.lse[rows]))
 
 
-def test_one_branch_is_one_causal_call(backend, device, loads):
+@pytest.mark.parametrize("rows", ["branch", "node"])
+def test_one_branch_is_one_causal_call(backend, device, loads, rows):
     """topk = 1: a chain over its prefix is a causal pass with cache_seqlens = L + S, on every plan."""
-    case = verify_case([9, 5], [CHAIN, CHAIN], page=4, heads=(2, 1), device=device)
+    case = verify_case([9, 5], [CHAIN, CHAIN], rows=rows, page=4, heads=(2, 1), device=device)
     batch = case.batch
     lengths = int32([12, 8], device)
     causal = attention(
@@ -221,6 +222,41 @@ def test_one_branch_is_one_causal_call(backend, device, loads):
     assert_state_close(causal, case.oracle())
     for plan in PLANS:
         assert_state_close(run_levels(case, batch.levels(plan), backend, loads), causal)
+    if rows == "branch":
+        # not only equal to it: the naive plan is that call, and no plan reads more or less
+        (naive,) = batch.levels("naive")
+        assert naive.causal
+        assert (naive.cu_seqlens_q.tolist(), naive.cache_seqlens.tolist()) == ([0, 3, 6], [12, 8])
+        assert {ledger(batch.levels(plan)).kv_tokens for plan in PLANS} == {12 + 8}
+
+
+def test_a_node_on_two_branches_has_a_row_in_each(backend, device, loads):
+    """Branches of FORK are 0, 1, 3 and 0, 2, 4: with one query, both rows of node 0 have one state."""
+    case = verify_case([6, 3], [FORK, CHAIN], rows="branch", heads=(2, 1), device=device)
+    assert case.batch.row_nodes.tolist() == [0, 1, 3, 0, 2, 4, 0, 1, 2]
+    assert case.batch.row_counts == (6, 3)
+    assert case.batch.positions.tolist() == [6, 7, 8, 6, 7, 8, 3, 4, 5]
+    per_node = verify_case([6, 3], [FORK, CHAIN], heads=(2, 1), device=device)
+    node = case.batch.row_nodes + torch.tensor([0] * 6 + [len(FORK)] * 3, device=device)
+    one_query = replace(case, q=per_node.q[node])
+    expected = run_levels(per_node, per_node.batch.levels("fused"), backend, loads)
+    for plan in PLANS:
+        state = run_levels(one_query, case.batch.levels(plan), backend)
+        assert_state_close(state, State(expected.o[node], expected.lse[node]))
+        assert_state_close(State(state.o[0], state.lse[0]), State(state.o[3], state.lse[3]))
+
+
+def test_a_branch_that_sees_its_later_drafts_is_noticed():
+    """The check can fail: without the causal mask the first row of a branch sees the whole branch."""
+    case = verify_case([5, 2], [branches(2, 3), CHAIN], rows="branch", dtype=torch.float64)
+    right = case.oracle()
+    for plan in ("naive", "cascade"):
+        *above, last = case.batch.levels(plan)
+        wrong = run_levels(case, [*above, replace(last, causal=False)], "torch")
+        apart = (wrong.o - right.o).abs().amax((1, 2))
+        # the last row of a branch sees all of it either way
+        assert apart[[2, 5, 8]].max() < 1e-12
+        assert apart[[0, 1, 3, 4, 6, 7]].min() > 0.01
 
 
 def test_a_level_that_shows_siblings_is_noticed():
@@ -305,7 +341,7 @@ def hand_count(case: VerifyCase, forests, plan: str, rows: str) -> int:
     total = 0
     for r, parents in enumerate(forests):
         length = len(case.batch.prefix_slots(r))
-        paths = [len(path_to(parents, node)) for node in row_ends(parents, rows)]
+        paths = [len(path) for path in virtual_paths(parents, rows)]
         if plan == "naive":
             total += sum(length + path for path in paths)
         elif plan == "cascade":
@@ -328,6 +364,7 @@ def test_four_routes_to_the_same_count(backend, device, loads, plan, rows, heads
     expected = hand_count(case, forests, plan, rows)
     book = ledger(levels, num_q_heads=heads[0], num_kv_heads=heads[1])
     assert (counted - 7).tolist() == [expected] * heads[1]
+    assert book.pairs == sum(int(length) for length in case.lengths)
     assert book.kv_tokens == book.tile_tokens(128) == expected
     unique = 13 + 0 + 5 + sum(map(len, forests))
     assert book.kv_tokens_unique == unique
@@ -374,10 +411,53 @@ def test_small_tiles_read_the_prefix_once_per_tile(device, loads, backend):
 
 @pytest.mark.parametrize(("length", "steps", "naive", "cascade"), [(1000, 3, 4012, 1012), (2000, 5, 8020, 2020)])
 def test_the_worked_numbers(length, steps, naive, cascade):
-    batch = branch_batch(1, 4, length, steps)
-    assert ledger(batch.levels("naive")).kv_tokens == naive
-    assert ledger(batch.levels("cascade")).kv_tokens == cascade
-    assert ledger(batch.levels("fused")).kv_tokens == cascade
+    """The first two count alike with the S rows of a branch and with its last alone; only the pairs differ."""
+    pairs = {"branch": 4 * (steps * length + steps * (steps + 1) // 2), "leaf": naive}
+    for rows in ("branch", "leaf"):
+        books = {plan: ledger(branch_batch(1, 4, length, steps, rows).levels(plan)) for plan in PLANS}
+        reads = {plan: book.kv_tokens for plan, book in books.items()}
+        assert reads == {"naive": naive, "cascade": cascade, "fused": cascade}
+        assert {book.pairs for book in books.values()} == {pairs[rows]}
+        assert {book.kv_tokens_unique for book in books.values()} == {cascade}
+    nodes = {plan: ledger(branch_batch(1, 4, length, steps, "node").levels(plan)) for plan in PLANS}
+    assert nodes["naive"].kv_tokens == nodes["naive"].pairs == pairs["branch"]
+
+
+@pytest.mark.parametrize(("length", "steps", "naive", "cascade"), [(1000, 3, 4012, 1012), (2000, 5, 8020, 2020)])
+def test_the_plan_by_branches_built_by_hand(backend, device, loads, length, steps, naive, cascade):
+    """topk = 4 virtual requests of S causal rows over L + S keys, against S topk rows over L and S causal rows over S.
+
+    Levels made of slot numbers alone give the counts of the worked case by ledger, counter and recorder, topk (S L +
+    S (S + 1) / 2) pairs under both, the state of the unrolled paths, and are what `VerifyBatch` builds.
+    """
+    forests = [branches(4, steps)]
+    case = verify_case([length], forests, rows="branch", page=1, heads=(1, 1), spare_pages=0, device=device)
+    prefix = torch.arange(length)
+    drafts = length + torch.arange(4 * steps).view(4, steps)
+    by_branch = offsets([steps] * 4, device)
+    expanded = torch.cat((prefix.expand(4, -1), drafts), 1).int().to(device)
+    plans = {
+        "naive": [Level(by_branch, expanded, int32([length + steps] * 4, device), 1, causal=True)],
+        "cascade": [
+            Level(offsets([4 * steps], device), prefix[None].int().to(device), int32([length], device), 1),
+            Level(by_branch, drafts.int().to(device), int32([steps] * 4, device), 1, causal=True),
+        ],
+    }
+    for plan, reads in (("naive", naive), ("cascade", cascade)):
+        counted = torch.zeros(1, dtype=torch.int64, device=device)
+        before = loads["k_cache"].loaded_bytes if loads is not None and "k_cache" in loads.tensors else 0
+        check_levels(case, plans[plan], backend, loads, reads=counted)
+        book = ledger(plans[plan])
+        assert counted.tolist() == [reads]
+        assert book.kv_tokens == book.tile_tokens(128) == reads
+        assert book.kv_tokens_unique == length + 4 * steps
+        assert book.pairs == 4 * (steps * length + steps * (steps + 1) // 2)
+        if loads is not None:
+            assert loads["k_cache"].loaded_bytes - before == reads * 16 * 4
+        for ours, built in zip(plans[plan], case.batch.levels(plan), strict=True):
+            for name in ("cu_seqlens_q", "page_table", "cache_seqlens"):
+                assert torch.equal(getattr(ours, name), getattr(built, name)), name
+            assert (built.page_size, built.causal, built.tree_mask) == (1, ours.causal, None)
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])
@@ -385,14 +465,17 @@ def test_the_worked_numbers(length, steps, naive, cascade):
 @pytest.mark.parametrize("topk", [1, 2, 5])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_closed_forms(batch, topk, steps, page):
-    for length in (0, 37, 64):
-        plans = branch_batch(batch, topk, length, steps, page=page)
+    rows_of = {"branch": topk * steps, "leaf": topk}
+    for length, rows in product((0, 37, 64), rows_of):
+        plans = branch_batch(batch, topk, length, steps, rows, page=page)
+        per_branch = steps * length + steps * (steps + 1) // 2 if rows == "branch" else length + steps
+        assert plans.num_rows == batch * rows_of[rows]
         books = {plan: ledger(plans.levels(plan)) for plan in PLANS}
         assert books["naive"].kv_tokens == batch * topk * (length + steps)
         assert books["cascade"].kv_tokens == batch * length + batch * topk * steps
         assert books["fused"].kv_tokens == batch * length + batch * topk * steps
         assert {book.kv_tokens_unique for book in books.values()} == {batch * (length + topk * steps)}
-        assert {book.pairs for book in books.values()} == {batch * topk * (length + steps)}
+        assert {book.pairs for book in books.values()} == {batch * topk * per_branch}
         assert isinstance(books["naive"].kv_tokens, int)
         assert [level.kv_tokens for level in books["cascade"].levels] == [batch * length, batch * topk * steps]
 
@@ -423,9 +506,9 @@ def test_one_row_per_node_reads_the_sum_of_depths(nodes):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_disjoint_chains_with_rows_per_node_and_per_branch(rows):
+def test_disjoint_chains_with_a_virtual_request_per_branch_leaf_or_node(rows):
     batch = branch_batch(1, 4, 10, 3, rows)
-    expected = {"branch": 4 * 3, "node": 4 * 3 * 4 // 2}[rows]
+    expected = {"branch": 4 * 3, "leaf": 4 * 3, "node": 4 * 3 * 4 // 2}[rows]
     assert ledger(batch.levels("cascade")).levels[1].kv_tokens == expected
 
 
@@ -444,10 +527,10 @@ def test_a_cascade_moves_reads_and_leaves_pairs(rows, shared):
     active = [(n, p) for n, p in zip(prefixes, forests, strict=True) if p is not None]
     unique = shared + sum(n - shared + len(p) for n, p in active)
     assert {book.kv_tokens_unique for book in books.values()} == {unique}
-    assert books["naive"].kv_tokens == pairs
+    virtual = [(n, len(path)) for n, p in active for path in virtual_paths(p, rows)]
+    assert books["naive"].kv_tokens == sum(n + path for n, path in virtual)
     assert books["fused"].kv_tokens == sum(n + len(p) for n, p in active)
-    drafts = sum(len(path_to(p, node)) for _, p in active for node in row_ends(p, rows))
-    assert books["cascade"].kv_tokens == shared + sum(n - shared for n, _ in active) + drafts
+    assert books["cascade"].kv_tokens == shared + sum(n - shared for n, _ in active) + sum(path for _, path in virtual)
 
 
 def test_whole_pages_are_a_separate_term():
@@ -464,14 +547,15 @@ def test_copied_tails_are_a_separate_term(rows):
     """Copies have slots of their own: they raise the compulsory reads, which the ideal formula leaves out."""
     length, page, tree = 7, 4, DraftTree.branches(8, 5)
     batch = VerifyBatch([length], [tree], page, rows)
-    paths = [len(path_to(tree.parents, node)) for node in row_ends(tree.parents, rows)]
+    paths = [len(path) for path in virtual_paths(tree.parents, rows)]
     naive, cascade = (ledger(batch.copied_tails(plan).levels) for plan in ("naive", "cascade"))
     assert naive.kv_tokens == sum(length + path for path in paths)
-    # the cascade reads whole prefix pages once, and tail and path with every row
+    # the cascade reads whole prefix pages once, and tail and path with every virtual request
     assert cascade.kv_tokens == 4 + sum(3 + path for path in paths)
-    assert cascade.pairs == naive.pairs == sum(length + path for path in paths)
+    ends = row_ends(tree.parents, rows)
+    assert cascade.pairs == naive.pairs == sum(length + len(path_to(tree.parents, node)) for node in ends)
     tails = batch.copied_tails("naive").tail_tokens
-    # rows of branch 0 keep the original tail and path
+    # those on branch 0 keep the original tail and path
     kept = 5 if rows == "node" else 1
     assert tails == 3 * (len(paths) - kept)
     assert naive.kv_tokens_unique == cascade.kv_tokens_unique == 7 + 5 + tails + sum(paths[kept:])

@@ -189,7 +189,10 @@ def plan_with(value: float, plan: str, rows: str, device) -> tuple[VerifyCase, l
     return replace(case, q=q), levels
 
 
-@pytest.mark.parametrize(("plan", "rows"), [("naive", "branch"), ("cascade", "branch"), ("fused", "node")])
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [("naive", "branch"), ("cascade", "branch"), ("fused", "branch"), ("naive", "leaf"), ("fused", "node")],
+)
 def test_cascade(backend, device, loads, plan, rows):
     """Interleaved caches in pages of 4 and single tokens, a request without rows, one without a prefix."""
     case, levels = plan_with(0.0, plan, rows, device)

@@ -28,6 +28,7 @@ from cascade_lab import (
     ledger,
 )
 from cascade_lab.distributed import LocalCache
+from cascade_lab.drafts import ROWS
 from cascade_lab.evidence.reference import visible_keys
 from cascade_lab.sharding import (
     PAGE_LAYOUTS,
@@ -162,7 +163,7 @@ def test_fewer_pages_than_ranks_leave_ranks_without_keys(world_size, layout):
 
 
 @pytest.mark.parametrize("layout", PAGE_LAYOUTS)
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("page", "shared"), [(1, 0), (4, 0), (4, 12), (16, 32)])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_verify_plan_is_dealt_once_and_its_ledgers_add_up(world_size, page, shared, rows, layout):
@@ -183,7 +184,7 @@ def test_a_verify_plan_is_dealt_once_and_its_ledgers_add_up(world_size, page, sh
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("plan", ["naive", "cascade", "fused"])
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 def test_a_plan_that_all_ranks_hold_is_read_once(rows, plan, world_size):
     levels = verify_levels(plan, rows, 4)
     everything = range(len(levels))

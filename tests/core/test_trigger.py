@@ -10,7 +10,7 @@ import torch
 
 from cascade_lab import DraftTree, VerifyBatch, ledger
 from cascade_lab.backends.triton.config import tile_for
-from cascade_lab.drafts import PLANS
+from cascade_lab.drafts import PLANS, ROWS
 from cascade_lab.rules import flashinfer_rule, rule_table, sglang_rule, vllm_rule
 from cascade_lab.trigger import (
     A100,
@@ -35,12 +35,20 @@ def branches(batch: int, topk: int, length: int, steps: int, rows: str = "branch
 
 
 BATCHES = {
-    "worked": branches(1, 4, 1000, 3),
+    "worked": branches(1, 4, 1000, 3, rows="leaf"),
+    "worked branches": branches(1, 4, 1000, 3),
     "nodes": branches(3, 4, 130, 3, rows="node"),
     "one branch": branches(2, 1, 40, 5, rows="node"),
     "ragged": VerifyBatch([13, 0, 5, 16], [DraftTree(t) if t else None for t in (FORK, SHUFFLED, None, STAR)], 4),
     "shared": VerifyBatch([9, 12, 8], [DraftTree(FORK), None, DraftTree(CHAIN)], 4, shared_prefix_len=8),
     "many rows": branches(1, 8, 600, 8, rows="node"),
+    "ragged branches": VerifyBatch(
+        [13, 0, 5, 16], [DraftTree(FORK), DraftTree(SHUFFLED), None, DraftTree(STAR)], 4, "branch"
+    ),
+    "shared branches": VerifyBatch(
+        [9, 12, 8], [DraftTree(FORK), None, DraftTree(CHAIN)], 4, "branch", shared_prefix_len=8
+    ),
+    "long branches": branches(1, 2, 300, 40),
 }
 
 
@@ -79,7 +87,7 @@ def test_rows_times_group_fill_tiles():
 
 
 def test_seconds_by_hand():
-    """L = 1000, topk = 4, S = 3, one head of 64 in 16 bits: 256 bytes a token, 512 bytes of queries or outputs."""
+    """L = 1000, topk = 4, S = 3, a row per leaf, one head of 64 in 16 bits: 256 bytes a token, 512 of queries."""
     decision = should_cascade(BATCHES["worked"], ROUND, num_q_heads=1, num_kv_heads=1, head_dim=64)
     naive, cascade, fused = (decision.predictions[plan] for plan in PLANS)
     assert (naive.launches, cascade.launches, fused.launches) == (1, 3, 1)
@@ -99,6 +107,21 @@ def test_seconds_by_hand():
     assert should_cascade(BATCHES["worked"], free, num_q_heads=1, num_kv_heads=1, head_dim=64).cascade
 
 
+def test_seconds_of_branches_by_hand():
+    """The same reads for three times the rows: 12 x 128 bytes of queries, and of outputs, and states of 12 rows."""
+    decision = should_cascade(BATCHES["worked branches"], ROUND, num_q_heads=1, num_kv_heads=1, head_dim=64)
+    naive, cascade, fused = (decision.predictions[plan] for plan in PLANS)
+    assert (naive.bytes, cascade.bytes, fused.bytes) == (4012 * 256, 1012 * 256, 1012 * 256)
+    memory = (1012 * 256 + 1536 + 1536) / 1e9
+    assert naive.terms == pytest.approx(
+        {"launch": 1e-3, "memory": memory, "reread": 3000 * 256 / 1e10, "compute": 0, "merge": 0}
+    )
+    assert cascade.terms == pytest.approx(
+        {"launch": 3e-3, "memory": memory + 1536 / 1e9, "reread": 0, "compute": 0, "merge": 2 * 2 * 12 * 65 * 4 / 1e9}
+    )
+    assert fused.terms == pytest.approx({"launch": 1e-3, "memory": memory, "reread": 0, "compute": 0, "merge": 0})
+
+
 def test_matrix_products_count_what_exceeds_the_loads():
     slow = replace(ROUND, matmul_rate=1e9)
     naive = should_cascade(BATCHES["worked"], slow, num_q_heads=1, num_kv_heads=1, head_dim=64).predictions["naive"]
@@ -110,7 +133,7 @@ def test_matrix_products_count_what_exceeds_the_loads():
 
 def test_repeated_reads_hit_the_cache_when_it_fits_or_readers_run_in_step():
     def reread(device: DeviceModel) -> float:
-        batch = branches(1, 4, 1000, 3)
+        batch = branches(1, 4, 1000, 3, rows="leaf")
         terms = should_cascade(batch, device, num_q_heads=1, num_kv_heads=1, head_dim=64).predictions["naive"].terms
         return terms["reread"]
 
@@ -134,7 +157,7 @@ def test_idle_multiprocessors_slow_a_small_launch():
         assert naive.launches == (2 if programs > 8 else 1)
 
 
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_one_branch_is_never_a_cascade(device, rows):
     for length in (0, 100, 10_000, 1_000_000):
@@ -204,7 +227,7 @@ def test_large_batches_are_decided_without_page_tables_of_the_naive_plan():
     assert decision.cascade
 
 
-@pytest.mark.parametrize("rows", ["node", "branch"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("topk", [2, 4, 16])
 def test_break_even_is_where_the_decision_turns(topk, rows):
     length = break_even_prefix(topk, 3, 4, device_model=H100, rows=rows, **HEADS)
@@ -279,17 +302,19 @@ def test_flashinfer_decides_a_tile_and_no_cascade(packed, head_dim, fits, tile):
     assert flashinfer_rule(packed, head_dim, step_fits=fits) == (None, tile)
 
 
-def test_rule_table_sets_the_rules_side_by_side():
-    rows = rule_table((64, 1000, 16_000), (1, 4, 16), (1, 16), steps=3, device_model=H100, **HEADS)
+@pytest.mark.parametrize("kind", ROWS)
+def test_rule_table_sets_the_rules_side_by_side(kind):
+    rows = rule_table((64, 1000, 16_000), (1, 4, 16), (1, 16), steps=3, device_model=H100, rows=kind, **HEADS)
     assert [(r.batch, r.topk, r.prefix_len) for r in rows] == [
         (b, k, n) for b in (1, 16) for k in (1, 4, 16) for n in (64, 1000, 16_000)
     ]
     for row in rows:
-        decision = should_cascade(branches(row.batch, row.topk, row.prefix_len, 3), H100, **HEADS)
+        decision = should_cascade(branches(row.batch, row.topk, row.prefix_len, 3, kind), H100, **HEADS)
+        queries = {"branch": [3] * row.topk, "leaf": [1] * row.topk, "node": [1] * 3 * row.topk}[kind]
         assert (row.cascade, row.plan) == (decision.cascade, decision.plan)
         assert row.sglang is (row.topk > 1)
         assert row.vllm is (
-            row.batch == 1 and vllm_rule(row.prefix_len, [1] * row.topk, num_sms=132, num_q_heads=32, num_kv_heads=8)
+            row.batch == 1 and vllm_rule(row.prefix_len, queries, num_sms=132, num_q_heads=32, num_kv_heads=8)
         )
         assert row.flashinfer is None
         if row.topk > 1:
@@ -301,7 +326,7 @@ def test_rule_table_sets_the_rules_side_by_side():
     assert any(r.sglang and r.cascade for r in rows)
 
 
-@pytest.mark.parametrize("rows", ["branch", "node"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("topk", "steps", "length", "size"), [(4, 3, 1000, 1), (1, 5, 40, 2), (8, 2, 0, 3)])
 def test_branches_without_a_tree_cost_what_the_batch_of_trees_does(topk, steps, length, size, rows):
     batch = branches(size, topk, length, steps, rows=rows)
@@ -362,7 +387,7 @@ def test_calibration_measures_this_machine():
         (lambda: predict_branches(9, 2, 0, 1, device_model=H100, **HEADS), "steps: expected a number >= 1, given 0"),
         (lambda: predict_branches(9, 2, 3, 1, device_model=H100, rows="leaf", **HEADS), "rows: expected one of"),
         (lambda: break_even_prefix(2, 3, 1, device_model=H100, plan="naive", **HEADS), "plan: expected 'cascade' or"),
-        (lambda: break_even_prefix(2, 3, 1, device_model=H100, rows="leaf", **HEADS), "rows: expected one of"),
+        (lambda: break_even_prefix(2, 3, 1, device_model=H100, rows="step", **HEADS), "rows: expected one of"),
         (lambda: flashinfer_rule(16, 512), "head_dim: expected 1 to 511, given 512"),
         (lambda: should_cascade([5], H100), r"batch: expected a VerifyBatch, given \[5\]"),
         (lambda: should_cascade(branches(1, 2, 3, 1), "H100"), "device_model: expected a DeviceModel, given 'H100'"),

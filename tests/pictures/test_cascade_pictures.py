@@ -44,22 +44,25 @@ def test_a_tree_of_more_nodes_than_ticks_is_drawn():
 
 
 def test_page_tables_name_rows_tokens_and_pages_of_every_request():
-    tiny = VerifyBatch([5], [DraftTree.branches(2, 2)], page_size=4, rows="branch")
+    tiny = VerifyBatch([5, 3], [DraftTree.branches(2, 2), None], page_size=4, rows="branch")
     assert pictures.page_tables(tiny.levels("cascade")).splitlines() == [
-        "  prefix    rows 0, 1   5 tokens in pages of 4: [0, 1]",
-        "  draft     rows 0      2 tokens in pages of 1: [5, 6]",
-        "  draft     rows 1      2 tokens in pages of 1: [7, 8]",
+        "  prefix    rows 0 to 3   5 tokens in pages of 4: [0, 1]",
+        "  prefix    no rows       3 tokens in pages of 4: [3]",
+        "  draft     rows 0 to 1   2 tokens in pages of 1: [5, 6]",
+        "  draft     rows 2 to 3   2 tokens in pages of 1: [7, 8]",
     ]
-    assert "rows 1      7 tokens in pages of 1: [0, 1, 2, 3, 4, 7, 8]" in pictures.page_tables(tiny.levels("naive"))
+    assert "rows 2 to 3   7 tokens in pages of 1: [0, 1, 2, 3, 4, 7, 8]" in pictures.page_tables(tiny.levels("naive"))
+    leaves = VerifyBatch([5], [DraftTree.branches(2, 2)], page_size=4, rows="leaf")
+    assert "row 1         2 tokens in pages of 1: [7, 8]" in pictures.page_tables(leaves.levels("cascade"))
 
 
 def test_the_ledger_table_itemises_levels_and_adds_them_up():
     batch = VerifyBatch([1000], [DraftTree.branches(4, 3)], rows="branch")
     table = pictures.ledger_table({"cascade": ledger(batch.levels("cascade"))}, {"prefix": "L", "draft": "topk S"})
     assert [line.split() for line in table.splitlines()[1:]] == [
-        ["cascade", "prefix", "L", "1000", "98.8%", "4000"],
-        ["cascade", "draft", "topk", "S", "12", "1.2%", "12"],
-        ["cascade", "total", "sum", "1012", "100.0%", "4012"],
+        ["cascade", "prefix", "L", "1000", "98.8%", "12000"],
+        ["cascade", "draft", "topk", "S", "12", "1.2%", "24"],
+        ["cascade", "total", "sum", "1012", "100.0%", "12024"],
     ]
 
 
@@ -67,7 +70,7 @@ def test_the_ledger_table_itemises_levels_and_adds_them_up():
 @pytest.mark.parametrize("prefix_len", [24, 5])
 def test_program_reads_show_each_programs_slots_and_add_up_to_the_ledger(prefix_len):
     batch = VerifyBatch([prefix_len], [DraftTree.branches(2, 3)], page_size=8, rows="branch")
-    cache, q = torch.zeros(batch.num_pages, 8, 1, 8), torch.zeros(2, 1, 8)
+    cache, q = torch.zeros(batch.num_pages, 8, 1, 8), torch.zeros(6, 1, 8)
     records = {}
     for plan in PLANS:
         with reads.record_loads(k=cache, q=q, table=batch.page_table) as record:

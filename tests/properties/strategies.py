@@ -16,6 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from cascade_lab import DraftTree, Level, VerifyBatch, runtime
+from cascade_lab.drafts import ROWS
 from tests.cases import AttentionCase, attention_case, int32, tree_mask
 from tests.properties.budget import FUZZING
 from tests.verify import VerifyCase, verify_case
@@ -227,7 +228,7 @@ def verifications(
     return Verification(
         prefix_lens=tuple(shared + draw(st.integers(0, max_prefix)) for _ in range(count)),
         forests=tuple(draw(st.none() | forests(max_nodes)) for _ in range(count)),
-        rows=draw(st.sampled_from(["node", "branch"])),
+        rows=draw(st.sampled_from(ROWS)),
         page=page,
         shared=shared,
         heads=draw(heads),

@@ -128,6 +128,8 @@ def test_rows_and_slots_of_a_batch_follow_the_requests(drawn):
         assert own[: drawn.shared].tolist() == batch.prefix_slots(0)[: drawn.shared].tolist()
         every += [*own[drawn.shared :].tolist(), *batch.draft_slots(r).tolist()]
         ends = [i for i in range(len(parents)) if drawn.rows == "node" or i not in parents]
+        if drawn.rows == "branch":
+            ends = [i for leaf in ends for i in path_to(parents, leaf)]
         positions += [prefix + len(path_to(parents, i)) - 1 for i in ends]
         assert batch.row_counts[r] == len(ends)
     assert batch.num_rows == len(positions)

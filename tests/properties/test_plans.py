@@ -14,7 +14,7 @@ from cascade_lab.drafts import PLANS
 from cascade_lab.evidence.reference import assert_state_close
 from tests.properties.budget import cases
 from tests.properties.strategies import Verification, filled, needs_triton, verifications, watched
-from tests.verify import path_to, row_ends, run_levels
+from tests.verify import path_to, row_ends, run_levels, virtual_paths
 
 scorings = st.fixed_dictionaries(
     {},
@@ -82,7 +82,7 @@ def paths(drawn: Verification) -> list[tuple[int, int, int]]:
 @cases(200)
 @given(verifications(max_requests=6, max_prefix=100, max_nodes=12))
 def test_plans_have_equal_pairs_and_their_own_reads(drawn):
-    """Pairs are the sum of prefix and path over rows; reads follow each plan's formula and never undercut unique."""
+    """Pairs sum prefix and path over rows, naive reads that over virtual requests, and none undercuts unique."""
     batch = drawn.batch()
     naive, cascade, fused = (ledger(batch.levels(plan)) for plan in PLANS)
     rows = paths(drawn)
@@ -92,12 +92,13 @@ def test_plans_have_equal_pairs_and_their_own_reads(drawn):
     prefixes = sum(drawn.prefix_lens[r] for r in active)
     nodes = sum(len(drawn.trees[r]) for r in active)
     repeated = drawn.shared * max(0, len(active) - 1)
-    assert naive.kv_tokens == sum(prefix + path for _, prefix, path in rows)
+    virtual = [(r, len(path)) for r, tree in enumerate(drawn.forests) for path in virtual_paths(tree, drawn.rows)]
+    assert naive.kv_tokens == sum(drawn.prefix_lens[r] + path for r, path in virtual)
     assert fused.kv_tokens == prefixes + nodes
     # a shared level reads its tokens once, and each prefix level only what is behind them
     once = drawn.shared if active else 0
     behind = sum(drawn.prefix_lens[r] - drawn.shared for r in active)
-    assert cascade.kv_tokens == once + behind + sum(path for *_, path in rows)
+    assert cascade.kv_tokens == once + behind + sum(path for _, path in virtual)
     unique = prefixes + nodes - repeated
     assert naive.kv_tokens_unique == cascade.kv_tokens_unique == fused.kv_tokens_unique == unique
     assert naive.kv_tokens >= cascade.kv_tokens >= unique

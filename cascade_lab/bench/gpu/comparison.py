@@ -15,7 +15,7 @@ from cascade_lab.bench.gpu.prefill import prefill_work
 from cascade_lab.bench.gpu.session import Scale, Session, planned
 from cascade_lab.bench.gpu.verify import Pool, VerifyPlans, reference_row, tokens_needed
 from cascade_lab.bench.record import progress
-from cascade_lab.drafts import DraftTree, VerifyBatch
+from cascade_lab.drafts import ROWS, DraftTree, VerifyBatch
 from cascade_lab.states import State
 
 
@@ -25,7 +25,7 @@ def time_peers(bench: Session) -> Iterator[dict]:
     _, topk, _, group, _ = scale.centre
     shapes = [
         {"length": length, "topk": topk, "batch": batch, "group": group, "rows": rows}
-        for rows in ("branch", "node")
+        for rows in ROWS
         for batch in scale.peer_batches
         for length in scale.peer_lengths
     ]

@@ -19,7 +19,7 @@ from cascade_lab.bench.gpu.answers import agree, hold, row_in_float64
 from cascade_lab.bench.gpu.prefill import prefill_points
 from cascade_lab.bench.gpu.session import DTYPE, MEMORY_SHARE, Scale, Session, planned
 from cascade_lab.bench.record import progress
-from cascade_lab.drafts import DraftTree, VerifyBatch
+from cascade_lab.drafts import ROWS, DraftTree, VerifyBatch
 from cascade_lab.evidence import checks
 from cascade_lab.levels import Ledger, Level, ledger
 from cascade_lab.prefix import prefix_hit_levels
@@ -51,7 +51,7 @@ def time_verify(bench: Session) -> Iterator[dict]:
 
 def verify_points(scale: Scale) -> list[dict]:
     """The grid, the sweeps through its crossing first, then what differs from it along more and more axes."""
-    axes = (scale.lengths, scale.topks, scale.batches, scale.groups, ("branch", "node"))
+    axes = (scale.lengths, scale.topks, scale.batches, scale.groups, ROWS)
     names = ("length", "topk", "batch", "group", "rows")
     points = sorted(
         itertools.product(*axes), key=lambda point: sum(x != y for x, y in zip(point, scale.centre, strict=True))
@@ -60,7 +60,7 @@ def verify_points(scale: Scale) -> list[dict]:
 
 
 def tokens_needed(scale: Scale, length: int, topk: int, batch: int, group: int, rows: str) -> int:
-    """Slots that a point needs: prefix and drafts in whole pages, and the naive plan's own pages per row."""
+    """Slots that a point needs: prefix and drafts in whole pages, and each virtual request's own in the naive plan."""
     nodes = topk * scale.steps
     own_pages = (nodes if rows == "node" else topk) * -(-scale.steps // scale.page)
     return batch * scale.page * (-(-(length + nodes) // scale.page) + own_pages)
@@ -209,17 +209,10 @@ def reference_row(work: VerifyPlans) -> tuple[int, Tensor, Tensor]:
     """One random row of the batch in float64, from parent links and slots alone: (row, o [H_q, D], lse [H_q])."""
     batch, q = work.batch, work.q
     row = int(torch.randint(batch.num_rows, ()))
-    request, i = next((r, row - n) for r, n, m in _spans(batch.row_counts) if n <= row < n + m)
+    request = next(r for r, end in enumerate(itertools.accumulate(batch.row_counts)) if row < end)
     tree = batch.trees[request]
-    node = tree.leaves[i] if batch.rows == "branch" else i
+    node = int(batch.row_nodes[row])
     path = torch.tensor([*tree.ancestors(node), node], device=q.device)
     slots = torch.cat((batch.prefix_slots(request), batch.draft_slots(request)[path]))
     k, v = (x.view(-1, *x.shape[2:])[slots] for x in (work.k, work.v))
     return row, *row_in_float64(q[row], k, v)
-
-
-def _spans(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    start = 0
-    for r, count in enumerate(counts):
-        yield r, start, count
-        start += count
