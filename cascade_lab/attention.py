@@ -68,7 +68,8 @@ def attention(
         num_splits: parts into which the keys are cut (split-KV); None chooses from shapes. Never changes the result
             beyond rounding. The torch backend walks the keys in one loop and takes the number as checked but unused.
         out_dtype: dtype of o; default that of q. lse is float32 (float64 for float64 inputs) in every case.
-        reads: `[H_kv]` int64; the pass adds the number of K rows it loads per KV head (V rows are as many).
+        reads: `[H_kv]` int64; the pass adds the number of K rows it loads per KV head (V rows are as many), once for
+            each row tile that loads them. This is the ledger's `tile_tokens` of the launch's block_m.
         backend: "auto" (Triton for CUDA tensors, torch for CPU tensors), "triton" or "torch".
 
     Returns:

@@ -4,10 +4,10 @@ After a hit of H of N prompt tokens, M = N - H rows are left to compute, and eac
 
     pairs left = M H + M (M + 1) / 2 = N(N + 1)/2 - H(H + 1)/2,    a fraction 1 - H(H + 1) / (N(N + 1)), about 1 - h^2,
 
-while token-linear work (projections, FFN) falls to M / N = 1 - h, and the KV tokens read do not fall at all. So a
-prefill is scaled bucket by bucket. This holds for a contiguous prefix, dense causal visibility, the interaction bucket
-alone, a calibrated kernel and a cache that is already there: `applicability` tests these five on data, `regions`
-has the other laws.
+while token-linear work (projections, FFN) falls to M / N = 1 - h. Distinct keys and reads per request stay at N; reads
+per row tile fall about as the pairs do (`levels` names the three). So a prefill is scaled bucket by bucket. This holds
+for a contiguous prefix, dense causal visibility, the interaction bucket alone, a calibrated kernel and a cache that is
+already there: `applicability` tests these five on data, `regions` has the other laws.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ MUTANTS = (
         TRITON_ATTENTION,
         "b_lse = tl.where(empty, NEG_INF,",
         "b_lse = tl.where(empty, 0.0,",
-        "2.5-branch-triton",
+        "2.5-leaf-triton",
         "core/test_attention.py::test_padding_rows_are_empty_and_harmless[triton]",
     ),
     Mutant(
@@ -286,7 +286,7 @@ MUTANTS = (
         "levels.py",
         "(bits & within).sum(dtype=np.int64)",
         "within.sum(dtype=np.int64)",
-        "2.6-branch",
+        "2.6-leaf",
         "core/test_levels.py::test_tree_levels_count_only_set_bits_of_the_tail",
     ),
     Mutant(

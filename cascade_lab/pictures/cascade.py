@@ -110,6 +110,22 @@ def ledger_table(plans: Mapping[str, Ledger], formulas: Mapping[str, str]) -> st
     return "\n".join(lines)
 
 
+def reads_table(plans: Mapping[str, Ledger], block_m: int, counted: Mapping[str, int] | None = None) -> str:
+    """The three counts of reads of several plans, per KV head, beside their pairs, as text.
+
+    Args:
+        plans: ledger by name.
+        block_m: packed rows of a row tile, as the launch has them.
+        counted: what the kernel's read counter said of each plan; a column beside the derived one.
+    """
+    lines = [f"{'plan':14}{'distinct':>10}{'per request':>13}{'per row tile':>14}"]
+    lines[0] += (f"{'counted':>10}" if counted else "") + f"{'pairs':>12}"
+    for plan, book in plans.items():
+        tiles = f"{book.tile_tokens(block_m):14}" + (f"{counted[plan]:10}" if counted else "")
+        lines.append(f"{plan:14}{book.kv_tokens_unique:10}{book.kv_tokens:13}{tiles}{book.pairs:12}")
+    return "\n".join(lines)
+
+
 def prediction_table(decision: Decision) -> str:
     """What a trigger predicts per plan, as text: KV bytes, launches and microseconds by cause."""
     terms = ("launch", "memory", "reread", "compute", "merge")

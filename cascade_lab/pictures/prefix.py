@@ -102,7 +102,7 @@ def hit_limit(lengths: Sequence[int], steps: int = 8) -> tuple[Figure, dict[int,
 
 
 def two_ledgers(plans: Mapping[str, tuple[Ledger, Ledger]]) -> tuple[Figure, dict[str, dict[str, float]]]:
-    """Reads and pairs of a plan after a change, as a share of those before it; one panel per change.
+    """Reads per request and pairs of a plan after a change, as a share of those before it; one panel per change.
 
     Args:
         plans: name of the change to its ledgers before and after.
@@ -121,7 +121,7 @@ def two_ledgers(plans: Mapping[str, tuple[Ledger, Ledger]]) -> tuple[Figure, dic
                 ax.bar(x + 0.2, new / old, 0.36, facecolor="white", edgecolor=BLUE, hatch="////")
                 ax.text(x - 0.2, 1.02, f"{old:,}", ha="center", color=GREY, fontsize=7)
                 ax.text(x + 0.2, new / old + 0.02, f"{new:,}", ha="center", color=BLUE, fontsize=7)
-            ax.set_xticks([0, 1], ["KV tokens read", "query-key pairs"])
+            ax.set_xticks([0, 1], ["reads per request", "query-key pairs"])
             ax.set_title(name)
             ax.set_ylim(0, 1.18)
         axes[0].set_ylabel("share of the plan without it")

@@ -13,6 +13,7 @@ import pytest
 
 import cascade_lab as cl
 from cascade_lab.book import api_pages, site
+from cascade_lab.drafts import ROWS
 from tests.browser.conftest import CHECKOUT
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
@@ -138,7 +139,7 @@ LENGTHS = [0, 1, 15, 1000, 2000, 32768]
 TREES = [(1, 1), (1, 16), (4, 5), (4, 3), (16, 1), (16, 16), (7, 11)]
 
 
-@pytest.mark.parametrize("rows", ["branch", "node"])
+@pytest.mark.parametrize("rows", ROWS)
 def test_the_explorer_counts_what_the_ledger_counts_of_verification(rows, page, folder):
     page.goto((folder / "explorer.html").as_uri())
     page.check(f"#rows-{rows}")
@@ -155,6 +156,10 @@ def test_the_explorer_counts_what_the_ledger_counts_of_verification(rows, page, 
                 assert shown(page, f"{plan}-ratio") == rounded(ratio, 3), (length, topk, steps)
                 assert shown(page, "unique") == str(ledger.kv_tokens_unique), (length, topk, steps)
             assert shown(page, "rows") == str(batch.num_rows)
+            assert shown(page, "limit") == str(len(batch.virtual_requests.rows))
+            reading = shown(page, "verify-reading")
+            saved = f"fall from {ledgers['naive'].kv_tokens} to {ledgers['cascade'].kv_tokens}, by"
+            assert (saved if topk * (steps if rows == "node" else 1) > 1 and length else "stay at") in reading
             widths = page.eval_on_selector_all(
                 "#verify-bars rect.reads", "bars => bars.map(b => +b.getAttribute('width'))"
             )

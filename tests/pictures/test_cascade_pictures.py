@@ -6,7 +6,17 @@ from fractions import Fraction
 import pytest
 import torch
 
-from cascade_lab import DraftTree, VerifyBatch, cascade_attention, ledger, rules, runtime, trigger
+from cascade_lab import (
+    DraftTree,
+    VerifyBatch,
+    cascade_attention,
+    interactions,
+    ledger,
+    prefix_hit_levels,
+    rules,
+    runtime,
+    trigger,
+)
 from cascade_lab.evidence import reads
 from cascade_lab.evidence.recorded import published
 from cascade_lab.pictures import cascade as pictures
@@ -63,6 +73,27 @@ def test_the_ledger_table_itemises_levels_and_adds_them_up():
         ["cascade", "prefix", "L", "1000", "98.8%", "12000"],
         ["cascade", "draft", "topk", "S", "12", "1.2%", "24"],
         ["cascade", "total", "sum", "1012", "100.0%", "12024"],
+    ]
+
+
+def test_the_table_of_reads_names_three_counts_of_plans_and_of_hits():
+    """A cascade lowers the second count, a hit leaves it; a kernel loads as the one, then as the pairs."""
+    batch = VerifyBatch([1000], [DraftTree.branches(4, 3)], rows="branch")
+    plans = {plan: ledger(batch.levels(plan)) for plan in PLANS}
+    header, *rows = pictures.reads_table(plans, 16).splitlines()
+    assert header.split() == ["plan", "distinct", "per", "request", "per", "row", "tile", "pairs"]
+    assert [row.split() for row in rows] == [
+        ["naive", "1012", "4012", "4012", "12024"],
+        ["cascade", "1012", "1012", "1012", "12024"],
+        ["fused", "1012", "1012", "1012", "12024"],
+    ]
+    hits = {f"H = {hit}": ledger(prefix_hit_levels([1024], [hit])) for hit in (0, 512, 768)}
+    header, *rows = pictures.reads_table(hits, 128, {"H = 0": 4608, "H = 512": 3328, "H = 768": 1920}).splitlines()
+    assert header.split()[-2:] == ["counted", "pairs"]
+    assert [row.split()[3:] for row in rows] == [
+        ["1024", "1024", "4608", "4608", str(interactions(1024))],
+        ["1024", "1024", "3328", "3328", str(interactions(1024, 512))],
+        ["1024", "1024", "1920", "1920", str(interactions(1024, 768))],
     ]
 
 

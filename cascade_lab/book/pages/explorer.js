@@ -15,13 +15,17 @@ function decimals(p, q, digits) {
   return `${rounded / scale}.${String(rounded % scale).padStart(digits, "0")}`;
 }
 
-function verify(L, topk, S, perNode) {
-  const rows = perNode ? topk * S : topk;
-  const paths = perNode ? (topk * S * (S + 1)) / 2 : topk * S;
+// A virtual request is a branch with the rows of its S tokens, a branch with its last row, or a node with its row.
+function verify(L, topk, S, by) {
+  const depths = (topk * S * (S + 1)) / 2;
+  const virtual = by === "node" ? topk * S : topk;
+  const paths = by === "node" ? depths : topk * S;
+  const rows = by === "leaf" ? topk : topk * S;
   return {
     rows,
-    pairs: rows * L + paths,
-    naive: rows * L + paths,
+    virtual,
+    pairs: rows * L + (by === "leaf" ? topk * S : depths),
+    naive: virtual * L + paths,
     cascade: L + paths,
     fused: L + topk * S,
     unique: L + topk * S,
@@ -91,7 +95,8 @@ function triangle({ H, M, saved, left }) {
 
 function updateVerify() {
   const [L, topk, S] = ["L", "topk", "S"].map((id) => Number(element(id).value));
-  const counts = verify(L, topk, S, element("rows-node").checked);
+  const by = ["branch", "leaf", "node"].find((kind) => element(`rows-${kind}`).checked);
+  const counts = verify(L, topk, S, by);
   for (const plan of ["naive", "cascade", "fused"]) {
     show(`${plan}-reads`, grouped(counts[plan]));
     show(`${plan}-ratio`, decimals(counts.naive, counts[plan], 3));
@@ -99,15 +104,19 @@ function updateVerify() {
   }
   show("rows", grouped(counts.rows));
   show("unique", grouped(counts.unique));
-  show("limit", grouped(counts.rows));
+  show("limit", grouped(counts.virtual));
+  const change =
+    counts.naive === counts.cascade
+      ? `stay at ${grouped(counts.naive)}: no prefix is read twice`
+      : `fall from ${grouped(counts.naive)} to ${grouped(counts.cascade)}, by a factor of ` +
+        decimals(counts.naive, counts.cascade, 3);
   bars("verify-bars", [
     ["reads", [["naive", counts.naive], ["cascade", counts.cascade], ["fused", counts.fused]]],
     ["pairs", [["naive", counts.pairs], ["cascade", counts.pairs], ["fused", counts.pairs]]],
   ]);
   show(
     "verify-reading",
-    `Reads fall from ${grouped(counts.naive)} to ${grouped(counts.cascade)}, by a factor of ` +
-      `${decimals(counts.naive, counts.cascade, 3)}. Pairs stay at ${grouped(counts.pairs)}.`,
+    `Reads per request ${change}. Pairs stay at ${grouped(counts.pairs)}.`,
   );
 }
 
@@ -133,7 +142,7 @@ function updatePrefill() {
   show(
     "prefill-reading",
     `Pairs fall from ${grouped(counts.all)} to ${grouped(counts.left)}, ` +
-      `to ${decimals(100 * counts.left, counts.all, 2)} %. Reads stay at ${grouped(N)}.`,
+      `to ${decimals(100 * counts.left, counts.all, 2)} %. Distinct keys and reads per request stay at ${grouped(N)}.`,
   );
 }
 
@@ -159,7 +168,7 @@ function couple(id, update) {
 
 for (const id of ["L", "topk", "S"]) couple(id, updateVerify);
 for (const id of ["N", "h"]) couple(id, updatePrefill);
-for (const id of ["rows-branch", "rows-node"]) element(id).addEventListener("change", updateVerify);
+for (const id of ["rows-branch", "rows-leaf", "rows-node"]) element(id).addEventListener("change", updateVerify);
 for (const id of ["verify", "prefill"]) element(id).addEventListener("submit", (event) => event.preventDefault());
 updateVerify();
 updatePrefill();
