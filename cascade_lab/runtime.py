@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 import torch
@@ -35,7 +36,40 @@ BACKENDS = ("auto", "triton", "torch")
 if SWITCH not in os.environ and torch.cuda.device_count() == 0:
     os.environ[SWITCH] = "1"
 
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are compiled for.
+
+    Attributes:
+        name: "sm_90" of NVIDIA or "gfx942" of AMD.
+        multiprocessors: of the device; 0 for the interpreter, which runs one program at a time.
+        shared_bytes: shared memory that a block may opt in to.
+    """
+
+    name: str
+    multiprocessors: int
+    shared_bytes: int
+
+
+_KIB = 1024
+# T4, A100, RTX 3090, RTX 4090, H200, B200, RTX 5090 and MI300X; limits from the vendors' programming guides
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_75", 40, 64 * _KIB),
+        Target("sm_80", 108, 163 * _KIB),
+        Target("sm_86", 82, 99 * _KIB),
+        Target("sm_89", 128, 99 * _KIB),
+        Target("sm_90", 132, 227 * _KIB),
+        Target("sm_100", 148, 227 * _KIB),
+        Target("sm_120", 170, 99 * _KIB),
+        Target("gfx942", 304, 64 * _KIB),
+    )
+}
+
 _checked = contextvars.ContextVar("cascade_lab_checked", default=True)
+_pretended: contextvars.ContextVar[Target | None] = contextvars.ContextVar("cascade_lab_pretended", default=None)
 
 
 def device() -> torch.device:
@@ -113,7 +147,13 @@ def require_backend(backend: str, tensor: torch.Tensor) -> None:
     if backend != "triton":
         return
     require_triton()
-    if tensor.device.type != "cuda" and triton_mode() == "compiled":
+    if _pretended.get() is not None:
+        if tensor.device.type != "cpu":
+            raise RuntimeError(
+                f"backend='triton' takes CPU tensors while {_pretended.get().name} is pretended, "
+                f"given one on {tensor.device}"
+            )
+    elif tensor.device.type != "cuda" and triton_mode() == "compiled":
         raise RuntimeError(
             f"backend='triton' on {tensor.device.type} tensors runs in Triton's interpreter, but kernels are "
             f"compiled in this process; start Python with {SWITCH}=1, or use backend='torch'"
@@ -147,6 +187,57 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         _checked.reset(token)
+
+
+def require_compiled() -> None:
+    """Import Triton in compiled mode.
+
+    Raises:
+        RuntimeError: Triton is missing, or kernels are interpreted in this process.
+    """
+    if triton_mode() == "interpreted":
+        raise RuntimeError(f"kernels are interpreted in this process; start Python with {SWITCH}=0")
+    require_triton()
+
+
+def pretended_target() -> Target | None:
+    """The target that CPU tensors stand for inside `pretend_target`, else None."""
+    return _pretended.get()
+
+
+@contextlib.contextmanager
+def pretend_target(target: Target) -> Iterator[None]:
+    """Inside, backend="triton" takes CPU tensors and launches as it would for tensors on a device of `target`.
+
+    It chooses tiles and splits; what a launch then does is the business of the active Triton driver, and
+    `cascade_lab.evidence.driver` has one that needs no device.
+
+    Raises:
+        RuntimeError: Triton is missing, or kernels are interpreted in this process.
+    """
+    require_compiled()
+    token = _pretended.set(target)
+    try:
+        yield
+    finally:
+        _pretended.reset(token)
+
+
+def device_target(device: torch.device) -> Target:
+    """What launches on `device` are compiled for; the interpreter takes that of sm_90, without multiprocessors."""
+    pretended = _pretended.get()
+    if pretended is not None:
+        return pretended
+    if triton_mode() == "interpreted":
+        return replace(TARGETS["sm_90"], multiprocessors=0)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        # "gfx942:sramecc+:xnack-"; a block has all of the memory without opting in
+        name, shared_bytes = properties.gcnArchName.split(":")[0], properties.shared_memory_per_block
+    else:
+        name = f"sm_{properties.major}{properties.minor}"
+        shared_bytes = properties.shared_memory_per_block_optin
+    return Target(name, properties.multi_processor_count, shared_bytes)
 
 
 def provenance() -> dict[str, str]:

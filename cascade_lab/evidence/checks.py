@@ -130,9 +130,9 @@ def run_marked_tests(folder: Path) -> str | None:
 
 def launch_tile(packed_rows: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of a launch on this device whose longest request has `packed_rows` rows x heads of the group."""
-    from cascade_lab.backends.triton.config import device_target, tile_for
+    from cascade_lab.backends.triton.config import rows_of, tile_for
 
-    return tile_for(packed_rows, head_dim, dtype, device_target(runtime.device())[0])
+    return tile_for(packed_rows, head_dim, dtype, rows_of(runtime.device_target(runtime.device()).name))
 
 
 def _problem(check: Check) -> str | None:

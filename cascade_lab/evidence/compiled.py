@@ -211,21 +211,16 @@ def _attention_launches(work: Work, target: str) -> list[_Launch]:
         causal=work.mask == "causal",
         tree_mask=mask,
     )
-    original = kernels.device_target
-    kernels.device_target = lambda device: (target, _SMS[target])
-    try:
-        with _captured() as launches:
-            kernels.run_passes(
-                q,
-                [one],
-                softmax_scale=work.head_dim**-0.5,
-                softcap=0.0,
-                num_splits=1 if work.mask == "causal" and work.num_splits is None else work.num_splits,
-                out_dtype=dtype,
-                reads=None,
-            )
-    finally:
-        kernels.device_target = original
+    with runtime.pretend_target(runtime.TARGETS[target]), _captured() as launches:
+        kernels.run_passes(
+            q,
+            [one],
+            softmax_scale=work.head_dim**-0.5,
+            softcap=0.0,
+            num_splits=1 if work.mask == "causal" and work.num_splits is None else work.num_splits,
+            out_dtype=dtype,
+            reads=None,
+        )
     return launches
 
 
@@ -426,15 +421,17 @@ def _listed(copies: dict[str, int]) -> str:
     return ", ".join(f"{n} {operation}" for operation, n in copies.items())
 
 
-def in_child(expression: str) -> Any:
-    """Evaluate `compiled.EXPRESSION` in a child process with compiled mode, and return its JSON value.
+def in_child(expression: str, module: str = "cascade_lab.evidence.compiled") -> Any:
+    """Evaluate an expression with the names of `module` in a child process with compiled mode; returns its JSON value.
 
     Raises:
         RuntimeError: the child failed; its last line of error is in the message.
     """
-    code = f"import json; from cascade_lab.evidence import compiled; print(json.dumps(compiled.{expression}))"
+    code = f"import json, {module} as module; print(json.dumps(eval({expression!r}, vars(module))))"
     environment = os.environ | {runtime.SWITCH: "0", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
-        raise RuntimeError(f"compiled.{expression} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+        raise RuntimeError(
+            f"{module.split('.')[-1]}.{expression} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
+        )
     return json.loads(done.stdout.strip().splitlines()[-1])

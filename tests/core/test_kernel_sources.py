@@ -14,7 +14,7 @@ from cascade_lab.backends.triton.config import tiles
 SOURCES = sorted((Path(__file__).resolve().parents[2] / "cascade_lab" / "backends" / "triton").glob("*.py"))
 # in the interpreter and in the compiler from Triton 3.6 to 3.9
 KNOWN = {
-    *("abs", "arange", "atomic_add", "constexpr", "dot", "exp", "exp2", "full", "load", "log", "log2", "max"),
+    *("abs", "arange", "atomic_add", "cast", "constexpr", "dot", "exp", "exp2", "full", "load", "log", "log2", "max"),
     *("maximum", "minimum", "program_id", "range", "static_assert", "store", "sum", "trans", "where", "zeros"),
     *("zeros_like", "PropagateNan", "float32", "bfloat16", "int32", "int64", "uint32", "uint64"),
 }

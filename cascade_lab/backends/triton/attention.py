@@ -20,7 +20,7 @@ import triton.language as tl
 
 from cascade_lab import runtime
 from cascade_lab.backends import Pass
-from cascade_lab.backends.triton.config import Tile, device_target, head_blocks, splits_for, tile_for
+from cascade_lab.backends.triton.config import Tile, head_blocks, rows_of, splits_for, tile_for
 from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -236,12 +236,12 @@ def _attention_kernel(
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         # strides come in units that keep rows 16-byte aligned, which is what wide loads are proved from
-        k_page = stride_k_page.to(tl.int64) * UNIT
-        k_slot = stride_k_slot.to(tl.int64) * UNIT
-        v_page = stride_v_page.to(tl.int64) * UNIT
-        v_slot = stride_v_slot.to(tl.int64) * UNIT
-        p_k = k_ptr + i_kv * (stride_k_h.to(tl.int64) * UNIT)
-        p_v = v_ptr + i_kv * (stride_v_h.to(tl.int64) * UNIT)
+        k_page = tl.cast(stride_k_page, tl.int64) * UNIT
+        k_slot = tl.cast(stride_k_slot, tl.int64) * UNIT
+        v_page = tl.cast(stride_v_page, tl.int64) * UNIT
+        v_slot = tl.cast(stride_v_slot, tl.int64) * UNIT
+        p_k = k_ptr + i_kv * (tl.cast(stride_k_h, tl.int64) * UNIT)
+        p_v = v_ptr + i_kv * (tl.cast(stride_v_h, tl.int64) * UNIT)
         page_ptr = page_table_ptr + i_r.to(tl.int64) * stride_table
         o_mask = i_t * stride_mask
         if LEFT:
@@ -304,10 +304,10 @@ def run_passes(
     lse = torch.empty((T, H_q), dtype=torch.float32, device=q.device)
     if T == 0:
         return o, lse
-    target, num_sms = device_target(q.device)
-    tiles = [tile_for(_packed_rows(q, one), max(D, D_v), q.dtype, target) for one in passes]
+    target = runtime.device_target(q.device)
+    tiles = [tile_for(_packed_rows(q, one), max(D, D_v), q.dtype, rows_of(target.name)) for one in passes]
     if num_splits is None:
-        splits = [_splits(q, one, tile, num_sms) for one, tile in zip(passes, tiles, strict=True)]
+        splits = [_splits(q, one, tile, target.multiprocessors) for one, tile in zip(passes, tiles, strict=True)]
     else:
         splits = [num_splits] * len(passes)
     parts = sum(splits)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cascade_lab import runtime
-
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -60,15 +58,12 @@ _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
 }
 
 
-def device_target(device: torch.device) -> tuple[str, int]:
-    """(target, multiprocessors) of a device; the interpreter takes the tiles of sm_90 and 0 multiprocessors."""
-    if runtime.triton_mode() == "interpreted":
-        return "sm_90", 0
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return "gfx942", properties.multi_processor_count
-    target = "sm_100" if properties.major >= 10 else "sm_90" if properties.major == 9 else "sm_80"
-    return target, properties.multi_processor_count
+def rows_of(name: str) -> str:
+    """The one of TARGETS whose rows a device of that name takes."""
+    if not name.startswith("sm_"):
+        return "gfx942"
+    generation = int(name.removeprefix("sm_")) // 10
+    return "sm_100" if generation >= 10 else "sm_90" if generation == 9 else "sm_80"
 
 
 def tiles(target: str, head_dim: int) -> tuple[Tile, ...]:

@@ -1,0 +1,114 @@
+"""What tests of the driver run in a child process with compiled kernels; each returns JSON values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cascade_lab import attention, merge_state, runtime
+from cascade_lab.evidence.driver import fake_device
+from tests.cases import attention_case, run
+
+
+def call(backend: str = "triton", **changes):
+    """Two requests of 3 and 1 rows over 20 and 7 keys, 4 query heads on 2 KV heads of 32, bfloat16, two splits."""
+    case = attention_case([3, 1], [20, 7], dim=32, dtype=torch.bfloat16)
+    return run(case, backend, num_splits=2, **changes)
+
+
+def described(launch) -> dict:
+    tensors = {name: list(x.shape) for name, x in launch.arguments.items() if isinstance(x, torch.Tensor)}
+    return {
+        "name": launch.name,
+        "grid": launch.grid,
+        "stages": sorted(launch.kernel.asm),
+        "shared": launch.kernel.metadata.shared,
+        "constants": sorted(launch.constants),
+        "tensors": tensors,
+        "types": dict(launch.types),
+        "values": {k: v for k, v in launch.arguments.items() if k in ("page_size", "num_splits", "S", "H", "BLOCK_M")},
+        "target": launch.target.name,
+    }
+
+
+def recorded(*targets: str) -> dict:
+    found = {}
+    for target in targets:
+        with fake_device(target) as launches:
+            call()
+            call()
+        found[target] = [described(launch) for launch in launches]
+        found[target, "kernels"] = len({id(launch.kernel) for launch in launches})
+    return {str(key): value for key, value in found.items()}
+
+
+def handed_over() -> dict:
+    """A function that fills what a launch would write sees real arguments, and public calls return that."""
+
+    def fill(launch):
+        launch.arguments["o_ptr"].fill_(3)
+        launch.arguments["lse_ptr"].fill_(launch.grid[0])
+
+    o, lse = torch.ones(5, 2, 8), torch.zeros(5, 2)
+    with fake_device("sm_90", fill) as launches:
+        state = merge_state(o, lse, o, lse, backend="triton")
+    return {"o": state.o.unique().tolist(), "lse": state.lse.unique().tolist(), "recorded": len(launches)}
+
+
+def message(function) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def contexts() -> dict:
+    """What is pretended before, in nested contexts, after an exception inside, and after all."""
+    from triton.runtime import driver
+
+    def seen():
+        target = runtime.pretended_target()
+        return [None if target is None else target.name, driver._active is None]
+
+    found = {"before": seen(), "refused before": message(call)}
+    with fake_device("sm_80") as outer:
+        found["outer"] = seen()
+        with fake_device("gfx942") as inner:
+            found["inner"] = seen()
+            call()
+        call()
+        found["back"] = seen()
+        found["launches"] = [[one.target.name for one in outer], [one.target.name for one in inner]]
+        try:
+            with fake_device("sm_120"):
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            found["after an exception"] = seen()
+        found["unknown inside"] = message(lambda: fake_device("sm_70").__enter__())
+        found["still outer"] = seen()
+    found["after"] = seen()
+    found["refused after"] = message(call)
+    return found
+
+
+def refused() -> dict:
+    """Wrong names, and a tensor that is not on the CPU."""
+    found = {name: message(lambda name=name: fake_device(name).__enter__()) for name in ("sm_70", "h100", "")}
+    found["a number"] = message(lambda: fake_device(90).__enter__())
+    x, table = torch.zeros(1, 1, 8, device="meta"), torch.zeros(1, 1, dtype=torch.int32, device="meta")
+    cache = torch.zeros(1, 1, 1, 8, device="meta")
+    with fake_device("sm_90") as launches:
+        found["elsewhere"] = message(lambda: attention(x, cache, cache, table, table[0], backend="triton"))
+    found["launches"] = len(launches)
+    return found
+
+
+def too_large() -> dict:
+    """A kernel that needs more shared memory than a target has is refused by Triton itself, before its launch."""
+    with fake_device(replace(runtime.TARGETS["sm_90"], shared_bytes=2048)) as launches:
+        said = message(call)
+    with fake_device("sm_90") as enough:
+        call()
+    return {"said": said, "launches": len(launches), "enough": len(enough)}

@@ -1,0 +1,91 @@
+"""The driver without a device: Triton's launch path as on a card, up to the launch."""
+
+import pytest
+
+from cascade_lab import runtime
+from cascade_lab.evidence.compiled import in_child
+from cascade_lab.evidence.driver import fake_device, target_of
+
+pytestmark = pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Triton is not installed")
+
+STAGES = {"nvidia": {"ttir", "ttgir", "llir", "ptx", "cubin"}, "amd": {"ttir", "ttgir", "llir", "amdgcn", "hsaco"}}
+
+
+def program(expression):
+    return in_child(expression, module="tests.evidence.driver_programs")
+
+
+def test_a_call_is_compiled_for_the_target_and_recorded():
+    """Two requests of 3 and 1 rows of 4 heads on 2 KV heads, in two splits: one pass, one merge, each call."""
+    found = program("recorded('sm_90', 'gfx942')")
+    for target, stages in (("sm_90", STAGES["nvidia"]), ("gfx942", STAGES["amd"])):
+        attention, merge = found[target][:2]
+        assert found[target][2:] == [attention, merge]
+        assert found[f"('{target}', 'kernels')"] == 2, "the second call compiles nothing"
+        assert (attention["name"], merge["name"]) == ("_attention_kernel", "_merge_many_kernel")
+        assert (attention["grid"], merge["grid"][1:]) == ([2, 2, 2], [1, 1])
+        assert stages <= set(attention["stages"])
+        assert stages <= set(merge["stages"])
+        assert 0 < attention["shared"] <= runtime.TARGETS[target].shared_bytes
+        assert attention["target"] == merge["target"] == target
+        assert attention["values"] == {"page_size": 4, "num_splits": 2, "BLOCK_M": 16}
+        assert merge["values"] == {"S": 2, "H": 4}
+        assert attention["tensors"]["q_ptr"] == [4, 4, 32]
+        assert attention["tensors"]["o_ptr"] == [4, 2, 4, 32]
+        # one row tile per request: a constant as the launcher makes them, beside those declared
+        assert {"tiles_per_request", "stride_table_page", "D", "BLOCK_N"} <= set(attention["constants"])
+        assert not {"page_size", "num_splits", "q_ptr"} & set(attention["constants"])
+        types = attention["types"]
+        assert (types["q_ptr"], types["lengths_ptr"], types["scale"], types["page_size"]) == (
+            *("*bf16", "*i32", "fp32", "i32"),
+        )
+
+
+def test_a_function_takes_the_place_of_the_launch():
+    assert program("handed_over()") == {"o": [3.0], "lse": [1.0], "recorded": 0}
+
+
+def test_contexts_nest_and_end():
+    found = program("contexts()")
+    assert found["before"] == found["after"] == [None, True]
+    assert found["outer"] == found["back"] == found["still outer"] == found["after an exception"] == ["sm_80", False]
+    assert found["inner"] == ["gfx942", False]
+    assert found["launches"] == [["sm_80"] * 2, ["gfx942"] * 2]
+    assert found["unknown inside"].startswith("ValueError: target")
+    for when in ("refused before", "refused after"):
+        assert found[when].startswith("RuntimeError: backend='triton' on cpu tensors")
+
+
+def test_what_is_not_known_is_refused_by_name():
+    found = program("refused()")
+    for name in ("sm_70", "h100", ""):
+        assert found[name] == f"ValueError: target: expected one of {', '.join(runtime.TARGETS)}, given {name!r}"
+    assert found["a number"] == "TypeError: target: expected a name or a Target, given int"
+    assert found["elsewhere"].startswith("RuntimeError: backend='triton' takes CPU tensors while sm_90 is pretended")
+    assert found["elsewhere"].endswith("on meta")
+    assert found["launches"] == 0
+
+
+def test_a_kernel_beyond_the_shared_memory_is_refused_before_its_launch():
+    """By Triton's own check, against the limit of the device that is pretended."""
+    found = program("too_large()")
+    assert "shared memory" in found["said"]
+    assert "2048" in found["said"]
+    assert (found["launches"], found["enough"]) == (0, 2)
+
+
+def test_an_interpreted_process_is_told_how_to_start():
+    if runtime.triton_mode() != "interpreted":
+        pytest.skip("kernels are compiled in this process")
+    with pytest.raises(RuntimeError, match=f"start Python with {runtime.SWITCH}=0"), fake_device("sm_90"):
+        pass
+    assert runtime.pretended_target() is None
+
+
+def test_targets_carry_the_limits_of_their_cards():
+    kib = {name: target.shared_bytes / 1024 for name, target in runtime.TARGETS.items()}
+    assert kib == {
+        **{"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99},
+        "gfx942": 64,
+    }
+    assert target_of("sm_86") is target_of(target_of("sm_86"))
