@@ -260,7 +260,7 @@ def _read(launch: _Launch, target: str, tile_bytes: int) -> Report:
         cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
         cubin.write_bytes(kernel.asm["cubin"])
         ptx.write_text(kernel.asm["ptx"])
-        listing = _tool(_bundled("nvdisasm"), "-c", cubin).stdout
+        listing = _tool(bundled("nvdisasm"), "-c", cubin).stdout
         version = re.search(r"\.target (\w+)", kernel.asm["ptx"])[1]
         limit = launch.keywords.get("maxnreg")
         limits = [] if limit is None else [f"--maxrregcount={limit}"]
@@ -333,7 +333,7 @@ def _buffers(ttgir: str) -> int:
     return min((int(n) for n in found), default=0)
 
 
-def _bundled(name: str) -> Path:
+def bundled(name: str) -> Path:
     """A tool that comes with Triton."""
     import triton
 

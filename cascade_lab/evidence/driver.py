@@ -31,6 +31,7 @@ class Launch:
         grid: programs along three axes.
         arguments: every parameter by name, in order, with defaults filled in: tensors, numbers and constants.
         types: what each became: "*bf16" for a tensor, "i32", "i64", "fp32" for a number, "constexpr" for a constant.
+        aligned: numbers known to be multiples of 16, and tensors whose address is.
         target: what it was compiled for.
     """
 
@@ -39,11 +40,17 @@ class Launch:
     grid: tuple[int, int, int]
     arguments: dict[str, Any] = field(repr=False)
     types: dict[str, str] = field(repr=False)
+    aligned: frozenset[str] = field(repr=False)
     target: Target
 
     @property
     def name(self) -> str:
         return self.function.fn.__name__
+
+    @property
+    def declared(self) -> frozenset[str]:
+        """Parameters that are constants by the kernel's signature."""
+        return frozenset(one.name for one in self.function.params if one.is_constexpr)
 
     @property
     def constants(self) -> frozenset[str]:
@@ -167,6 +174,11 @@ class _Launcher:
             grid=(grid_0, grid_1, grid_2),
             arguments=dict(zip(jit.arg_names, arguments, strict=True)),
             types={name: self.source.signature[name] for name in jit.arg_names},
+            aligned=frozenset(
+                jit.arg_names[path[0]]
+                for path, attributes in self.source.attrs.items()
+                if ["tt.divisibility", 16] in attributes
+            ),
             target=driver.active.target,
         )
         driver.active.on_launch(launch)

@@ -71,7 +71,7 @@ def _tree_visible(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.co
     # a block of one number, for versions differ in what a scalar does to a block of truth values
     i_word = tl.zeros_like(m_row.to(tl.int32)) + tl.maximum(first, 0) // 64
     shift = (tl.maximum(first, 0) % 64).to(tl.uint64)
-    p_word = mask_ptr + o_mask + i_word * stride_mask_word
+    p_word = mask_ptr + o_mask + i_word.to(tl.int64) * stride_mask_word
     low = tl.load(p_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
     high = tl.load(p_word + stride_mask_word, mask=m_row & (i_word + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
     # two shifts, for a shift by 64 is undefined; a masked tile starts less than BLOCK_N keys before the tail
@@ -131,10 +131,11 @@ def _attend_tile(
     else:
         i_page = o_n // page_size
         i_slot = o_n % page_size
+    p_page = page_ptr + i_page.to(tl.int64) * stride_table_page
     if MASKED and PAGE < BLOCK_N:
-        page = tl.load(page_ptr + i_page * stride_table_page, mask=m_n, other=0).to(tl.int64)
+        page = tl.load(p_page, mask=m_n, other=0).to(tl.int64)
     else:
-        page = tl.load(page_ptr + i_page * stride_table_page).to(tl.int64)
+        page = tl.load(p_page).to(tl.int64)
     p_k = k_ptr + (page * stride_k_page + i_slot * stride_k_slot)[:, None]
     p_v = v_ptr + (page * stride_v_page + i_slot * stride_v_slot)[:, None]
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_D2], [BLOCK_N, BLOCK_V]; V is K's own columns when it is a view of the latent
@@ -275,9 +276,10 @@ def _attention_kernel(
         b_o = b_acc / tl.where(empty, 1.0, b_sum)[:, None]
         b_lse = tl.where(empty, NEG_INF, (b_max + tl.log2(tl.where(empty, 1.0, b_sum))) * LN_2)
         o_v = tl.arange(0, BLOCK_V)[None, :]
-        o_o = (i_t * stride_o_t + i_split * stride_o_s + i_h * stride_o_h)[:, None] + o_v
+        i_s = i_split.to(tl.int64)
+        o_o = (i_t * stride_o_t + i_s * stride_o_s + i_h * stride_o_h)[:, None] + o_v
         tl.store(o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & (o_v < D_V))
-        tl.store(lse_ptr + i_t * stride_l_t + i_split * stride_l_s + i_h * stride_l_h, b_lse, mask=m_row)
+        tl.store(lse_ptr + i_t * stride_l_t + i_s * stride_l_s + i_h * stride_l_h, b_lse, mask=m_row)
         if READS:
             loaded = tl.minimum(hi, t_hi * BLOCK_N) - tl.maximum(lo, t_lo * BLOCK_N)
             tl.atomic_add(reads_ptr + i_kv, tl.maximum(loaded, 0).to(tl.int64))
