@@ -3,6 +3,9 @@
 Triton reads TRITON_INTERPRET when `@triton.jit` decorates a function, its own standard library included, so the
 switch has to be set before Triton is imported. Importing this module sets it: interpreted when the machine shows no
 GPU, compiled otherwise, and never against a value the user has set. It imports neither Triton nor a GPU context.
+
+A third mode needs no GPU either: with CASCADE_LAB_TARGET=sm_90 (or sm_80) kernels are compiled for that target and what
+was compiled is executed on the CPU, by an executor that registers itself here; `cascade_lab.evidence` brings one.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextvars
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 
@@ -30,11 +33,12 @@ __all__ = [
 ]
 
 SWITCH = "TRITON_INTERPRET"
+TARGET = "CASCADE_LAB_TARGET"
 BACKENDS = ("auto", "triton", "torch")
 """What a call's `backend` may be."""
 
-if SWITCH not in os.environ and torch.cuda.device_count() == 0:
-    os.environ[SWITCH] = "1"
+if SWITCH not in os.environ and (TARGET in os.environ or torch.cuda.device_count() == 0):
+    os.environ[SWITCH] = "0" if TARGET in os.environ else "1"
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,11 @@ TARGETS = {
 }
 
 _checked = contextvars.ContextVar("cascade_lab_checked", default=True)
-_pretended: contextvars.ContextVar[Target | None] = contextvars.ContextVar("cascade_lab_pretended", default=None)
+# the target that CPU tensors stand for, and whether what is compiled for it is executed
+_pretended: contextvars.ContextVar[tuple[Target, bool] | None] = contextvars.ContextVar(
+    "cascade_lab_pretended", default=None
+)
+_start_executor: Callable[[], None] | None = None
 
 
 def device() -> torch.device:
@@ -79,16 +87,52 @@ def device() -> torch.device:
 
 def device_reason() -> str:
     """One phrase saying why `device()` is what it is."""
+    if triton_mode() == "executed":
+        return f"code compiled for {_current()[0].name} is executed on the CPU"
     if torch.cuda.device_count() == 0:
         return "no GPU found"
     return "a GPU was found" if device().type == "cuda" else f"{SWITCH} asks for the interpreter"
 
 
 def triton_mode() -> str:
-    """How Triton kernels run in this process: "compiled", "interpreted", or "absent" when Triton is not installed."""
+    """How Triton kernels run in this process: "compiled" for a GPU, "interpreted", "executed" (compiled for a target
+    without one, and executed on the CPU), or "absent" when Triton is not installed."""
     if not _is_installed("triton"):
         return "absent"
-    return "interpreted" if os.environ.get(SWITCH, "0").lower() in ("1", "true", "on", "yes", "y") else "compiled"
+    if (current := _current()) is not None and current[1]:
+        return "executed"
+    return "interpreted" if _interpreting() else "compiled"
+
+
+def _interpreting() -> bool:
+    return os.environ.get(SWITCH, "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def _current() -> tuple[Target, bool] | None:
+    """The target that CPU tensors stand for, and whether it is executed: of a context, else of the environment."""
+    pretended = _pretended.get()
+    if pretended is None and TARGET in os.environ:
+        return environment_target(), True
+    return pretended
+
+
+def environment_target() -> Target:
+    """The target that CASCADE_LAB_TARGET names.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    name = os.environ[TARGET]
+    if name not in TARGETS:
+        raise ValueError(f"{TARGET}: expected one of {', '.join(TARGETS)}, given {name!r}")
+    return TARGETS[name]
+
+
+def set_executor(start: Callable[[], None]) -> None:
+    """Register what CASCADE_LAB_TARGET needs: `start` makes every launch of the process compile for
+    `environment_target()` and execute. It is called once, when a kernel is first needed, and may refuse the target."""
+    global _start_executor
+    _start_executor = start
 
 
 def _is_installed(package: str) -> bool:
@@ -113,12 +157,28 @@ def require_triton() -> None:
             "backend='triton' needs the triton package, which could not be imported; backend='torch' works without it"
         ) from error
     loaded_compiled = isinstance(triton.language.standard.cdiv, JITFunction)
-    if loaded_compiled != (triton_mode() == "compiled"):
+    if TARGET in os.environ and _interpreting():
+        raise RuntimeError(f"{TARGET} executes compiled code, but {SWITCH}={os.environ[SWITCH]} asks to interpret it")
+    if loaded_compiled == _interpreting():
         loaded = "compiled" if loaded_compiled else "interpreted"
         raise RuntimeError(
             f"triton was imported in {loaded} mode before {SWITCH} took its present value "
             f"{os.environ.get(SWITCH)!r}: import cascade_lab before triton, or set {SWITCH} before Python starts"
         )
+    if TARGET in os.environ and _pretended.get() is None:
+        _execute_from_now_on()
+
+
+def _execute_from_now_on() -> None:
+    global _start_executor
+    if _start_executor is None:
+        raise RuntimeError(f"{TARGET} is set, and nothing here executes compiled code: import cascade_lab.evidence")
+    _start_executor()
+    _start_executor = _started
+
+
+def _started() -> None:
+    """The executor is at work."""
 
 
 def pick_backend(backend: str, tensor: torch.Tensor) -> str:
@@ -147,11 +207,10 @@ def require_backend(backend: str, tensor: torch.Tensor) -> None:
     if backend != "triton":
         return
     require_triton()
-    if _pretended.get() is not None:
+    if (current := _current()) is not None:
         if tensor.device.type != "cpu":
             raise RuntimeError(
-                f"backend='triton' takes CPU tensors while {_pretended.get().name} is pretended, "
-                f"given one on {tensor.device}"
+                f"backend='triton' takes CPU tensors while {current[0].name} is pretended, given one on {tensor.device}"
             )
     elif tensor.device.type != "cuda" and triton_mode() == "compiled":
         raise RuntimeError(
@@ -195,28 +254,29 @@ def require_compiled() -> None:
     Raises:
         RuntimeError: Triton is missing, or kernels are interpreted in this process.
     """
-    if triton_mode() == "interpreted":
+    if _interpreting():
         raise RuntimeError(f"kernels are interpreted in this process; start Python with {SWITCH}=0")
     require_triton()
 
 
 def pretended_target() -> Target | None:
-    """The target that CPU tensors stand for inside `pretend_target`, else None."""
-    return _pretended.get()
+    """The target that CPU tensors stand for, inside `pretend_target` or by CASCADE_LAB_TARGET, else None."""
+    current = _current()
+    return None if current is None else current[0]
 
 
 @contextlib.contextmanager
-def pretend_target(target: Target) -> Iterator[None]:
+def pretend_target(target: Target, executed: bool = False) -> Iterator[None]:
     """Inside, backend="triton" takes CPU tensors and launches as it would for tensors on a device of `target`.
 
     It chooses tiles and splits; what a launch then does is the business of the active Triton driver, and
-    `cascade_lab.evidence.driver` has one that needs no device.
+    `cascade_lab.evidence.driver` has one that needs no device. `executed` says that this one executes what is compiled.
 
     Raises:
         RuntimeError: Triton is missing, or kernels are interpreted in this process.
     """
     require_compiled()
-    token = _pretended.set(target)
+    token = _pretended.set((target, executed))
     try:
         yield
     finally:
@@ -225,7 +285,7 @@ def pretend_target(target: Target) -> Iterator[None]:
 
 def device_target(device: torch.device) -> Target:
     """What launches on `device` are compiled for; the interpreter takes that of sm_90, without multiprocessors."""
-    pretended = _pretended.get()
+    pretended = pretended_target()
     if pretended is not None:
         return pretended
     if triton_mode() == "interpreted":
@@ -254,5 +314,5 @@ def provenance() -> dict[str, str]:
         "system": platform.system(),
         "device": f"{where.type} ({name})",
         "cores": str(os.cpu_count()),
-        "triton mode": triton_mode(),
+        "triton mode": f"executed for {_current()[0].name}" if triton_mode() == "executed" else triton_mode(),
     }

@@ -117,6 +117,13 @@ def fake_device(target: str | Target, on_launch: Callable[[Launch], None] | None
             driver.set_active(before)
 
 
+def keep_fake_device(target: Target, on_launch: Callable[[Launch], None]) -> None:
+    """From now on hand every launch of this process to `on_launch`, compiled for `target`."""
+    from triton.runtime import driver
+
+    driver.set_active(_Driver(target, on_launch))
+
+
 class _Driver:
     """What Triton asks of the active driver, answered from the table of targets."""
 

@@ -316,6 +316,27 @@ class Record:
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
 
+class Poisoned(TorchDispatchMode):
+    """Fills tensors that torch leaves uninitialised: floats with NaN, integers with their largest value."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if _operation(func) in _UNINITIALISED:
+            _poison(result)
+        return result
+
+
+def _operation(func) -> str:
+    return func._schema.name.split("::")[-1]
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(math.nan)
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
 class _Allocations(TorchDispatchMode):
     """Registers every tensor that a torch operation creates and poisons the uninitialised ones."""
 
@@ -325,7 +346,7 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        operation = func._schema.name.split("::")[-1]
+        operation = _operation(func)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for output, schema in zip(outputs, func._schema.returns, strict=False):
             if not isinstance(output, Tensor) or output.layout != torch.strided:
@@ -333,10 +354,7 @@ class _Allocations(TorchDispatchMode):
             if schema.alias_info is not None and operation != "lift_fresh":
                 continue
             if operation in _UNINITIALISED:
-                if output.is_floating_point() or output.is_complex():
-                    output.fill_(math.nan)
-                elif output.dtype != torch.bool:
-                    output.fill_(torch.iinfo(output.dtype).max)
+                _poison(output)
             inputs = (
                 a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.layout == torch.strided
             )
