@@ -1,11 +1,14 @@
 """What proves the claims: oracle, load recorder, masks, ranks, claims. Nothing that computes imports it.
 
 `claims`, `reference` and `reads` are public, and loaded when first asked for: with them anyone proves claims of their
-own.
+own. Importing the package registers the executor that CASCADE_LAB_TARGET asks for; it starts with the first kernel.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING
+
+from cascade_lab import runtime
 
 _MODULES = (
     "claims",
@@ -29,3 +32,13 @@ else:
 
 def __dir__() -> list[str]:
     return sorted(_MODULES)
+
+
+def _execute() -> None:
+    from cascade_lab.evidence.ptx.launch import install
+
+    install()
+
+
+if runtime.TARGET in os.environ:
+    runtime.set_executor(_execute)

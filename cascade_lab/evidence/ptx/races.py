@@ -2,9 +2,12 @@
 
 Time is counted in epochs, the barriers that a program has passed. Two accesses of one cell by different threads, one
 of them a write, need different epochs. An asynchronous copy holds its cells from issue to the wait that covers it, and
-lands as a write of the thread that waits; a warp-group product holds the cells it reads until its own wait, and reads
+lands as a write of the thread that waits; a warp-group product holds what it reads until its own wait, and reads
 through another proxy, which sees a write only after a fence. A race is found whichever thread came first here, but
 only on paths that are executed, and order within a warp (shuffles, `bar.warp`) is not taken for an order.
+
+A cell is the narrowest access of the kernel, a row is 16 bytes, the widest. Rows say cheaply that there is nothing to
+look at, and reads are only noted: a write looks at them, a barrier drops them.
 """
 
 from __future__ import annotations
@@ -15,104 +18,137 @@ from cascade_lab.evidence.ptx.faults import Race
 from cascade_lab.evidence.ptx.lanes import Lanes, first
 
 _NOBODY, _SEVERAL = -1, -2
+_ROW = 16
 
 
 class Shadow:
-    """One record per cell of `cell` bytes, over the shared memories of all programs, `stride` bytes each."""
+    """Records over the shared memories of all programs, `stride` bytes each, in cells of `cell` bytes."""
 
     def __init__(self, lanes: Lanes, stride: int, cell: int) -> None:
-        cells = len(lanes.ctas) * stride // cell
+        size = len(lanes.ctas) * stride
         self.lanes, self.stride, self.cell = lanes, stride, cell
-        self.writer, self.written = np.full(cells, _NOBODY, np.int32), np.full(cells, -1, np.int32)
-        self.reader, self.read = np.full(cells, _NOBODY, np.int32), np.full(cells, -1, np.int32)
-        self.landed = np.full(cells, -1, np.int64)
-        self.copying = np.zeros(cells, np.int16)
-        self.multiplying = np.zeros(cells, np.int16)
-        self.epoch = np.zeros(len(lanes.ctas), np.int32)
-        self.fenced = np.full(len(lanes.ctas), -1, np.int64)
+        self._epoch = np.zeros(lanes.count, np.int32)
+        # per cell: thread and epoch of the last write and of the last read, copies that are to write it
+        self._writer, self._written = np.full(size // cell, _NOBODY, np.int32), np.full(size // cell, -1, np.int32)
+        self._reader, self._read = np.full(size // cell, _NOBODY, np.int32), np.full(size // cell, -1, np.int32)
+        self._copying = np.zeros(size // cell, np.int16)
+        # per row: epoch and step of the last write, copies that are to write it, products that read it
+        self._row_written, self._row_landed = np.full(size // _ROW, -1, np.int32), np.full(size // _ROW, -1, np.int64)
+        self._row_copying, self._row_multiplying = np.zeros(size // _ROW, np.int16), np.zeros(size // _ROW, np.int16)
+        self._fenced = np.full(len(lanes.ctas), -1, np.int64)
+        self._noted: list[tuple[np.ndarray, int, np.ndarray, np.ndarray, bool]] = []
 
-    def cells(self, places: np.ndarray, width: int) -> np.ndarray:
-        """Cells of accesses of `width` bytes at byte `places`, access by access."""
-        each = width // self.cell
-        start = places // self.cell
-        return start if each == 1 else (start[:, None] + np.arange(each)).ravel()
+    def barrier(self, mask: np.ndarray | None) -> None:
+        """The programs of the mask pass a barrier."""
+        if mask is None:
+            # what is noted is of an older epoch now
+            self._noted.clear()
+            self._epoch = self._epoch + 1
+        else:
+            self._epoch = self._epoch + mask
 
-    def reading(self, index: int, places: np.ndarray, width: int, who: np.ndarray) -> None:
-        """Lanes `who` read for themselves."""
-        cells, lanes, thread, epoch = self._opened(index, places, width, who, "reads")
-        self._refuse(index, (self.written[cells] == epoch) & (self.writer[cells] != thread), cells, lanes, "reads")
-        others = (self.read[cells] == epoch) & (self.reader[cells] != thread)
-        self.reader[cells] = thread
-        # of several lanes at one cell the last one stands there, so the others see that they are not alone
-        others |= self.reader[cells] != thread
-        self.reader[cells[others]] = _SEVERAL
-        self.read[cells] = epoch
+    def fence(self, ctas: np.ndarray | slice) -> None:
+        """Products of these programs see what was written up to now."""
+        self._fenced[ctas] = self.lanes.steps
 
-    def reading_together(self, index: int, places: np.ndarray, width: int, who: np.ndarray) -> None:
-        """Lanes `who` read for others of their warp or warp group, so that nobody's own write is ordered."""
-        cells, lanes, _, epoch = self._opened(index, places, width, who, "reads")
-        self._refuse(index, self.written[cells] == epoch, cells, lanes, "reads")
-        self.reader[cells] = _SEVERAL
-        self.read[cells] = epoch
+    def reading(self, index: int, places: np.ndarray, width: int, who: np.ndarray, together: bool = False) -> None:
+        """Lanes `who` read `width` bytes at `places`; `together`: for other lanes, so not even their own write is
+        ordered."""
+        rows, epoch = places // _ROW, self._epoch[who]
+        if self._row_copying.take(rows).any() or (self._row_written.take(rows) == epoch).any():
+            cells, lanes, thread = self._cells(places, width, who)
+            self._refuse(index, self._copying[cells] > 0, cells, lanes, "reads", "a copy that is to write it")
+            late = self._written[cells] == self._epoch[lanes]
+            self._refuse(index, late if together else late & (self._writer[cells] != thread), cells, lanes, "reads")
+        self._noted.append((places, width, who, epoch, together))
 
     def writing(
-        self, index: int, places: np.ndarray, width: int, who: np.ndarray, changed=None, clash=None
-    ) -> np.ndarray:
-        """Lanes `who` write, and the cells that they write.
+        self, index: int, places: np.ndarray, width: int, who: np.ndarray, changed=None, clash=None, copy: bool = False
+    ) -> None:
+        """Lanes `who` write `width` bytes at `places`, or issue a copy that is going to.
 
         A cell written twice with the same value (`changed` false) is no conflict; `clash` marks lanes whose value
         another lane of the same instruction replaced.
         """
-        cells, lanes, thread, epoch = self._opened(index, places, width, who, "overwrites")
-        self._refuse(index, self.multiplying[cells] > 0, cells, lanes, "overwrites", "a product that still reads it")
-        bad = (self.read[cells] == epoch) & (self.reader[cells] != thread)
-        self._refuse(index, bad, cells, lanes, "overwrites", "its reader")
-        bad = (self.written[cells] == epoch) & (self.writer[cells] != thread)
+        self._look_at_noted()
+        cells, lanes, thread = self._cells(places, width, who)
+        each, epoch = width // self.cell, self._epoch[lanes]
+        self._refuse(index, self._copying[cells] > 0, cells, lanes, "overwrites", "a copy that is to write it")
+        multiplied = np.repeat(self._row_multiplying.take(places // _ROW) > 0, each)
+        self._refuse(index, multiplied, cells, lanes, "overwrites", "a product that still reads it")
+        read = (self._read[cells] == epoch) & (self._reader[cells] != thread)
+        self._refuse(index, read, cells, lanes, "overwrites", "another thread's read")
+        written = (self._written[cells] == epoch) & (self._writer[cells] != thread)
         if changed is not None:
-            bad &= np.repeat(changed, width // self.cell)
-        self._refuse(index, bad, cells, lanes, "overwrites")
+            written &= np.repeat(changed, each)
+        self._refuse(index, written, cells, lanes, "overwrites")
         if clash is not None:
-            clash = np.repeat(clash, width // self.cell)
-            self._refuse(index, clash, cells, lanes, "overwrites", "another lane's other value")
-        self._write(cells, thread, epoch)
-        return cells
+            self._refuse(index, np.repeat(clash, each), cells, lanes, "overwrites", "another lane's other value")
+        if copy:
+            self._copying[cells] += 1
+            np.add.at(self._row_copying, places // _ROW, 1)
+        else:
+            self._write(places, cells, thread, epoch)
 
-    def copy_issued(self, index: int, places: np.ndarray, width: int, who: np.ndarray) -> None:
-        self.copying[self.writing(index, places, width, who)] += 1
+    def landed(self, places: np.ndarray, width: int, who: np.ndarray) -> None:
+        """Copies of lanes `who` have written."""
+        cells, lanes, thread = self._cells(places, width, who)
+        self._copying[cells] -= 1
+        np.subtract.at(self._row_copying, places // _ROW, 1)
+        self._write(places, cells, thread, self._epoch[lanes])
 
-    def copy_landed(self, places: np.ndarray, width: int, who: np.ndarray) -> None:
-        cells, lanes = self.cells(places, width), np.repeat(who, width // self.cell)
-        self.copying[cells] -= 1
-        self._write(cells, self.lanes.thread[lanes], self.epoch[self.lanes.cta[lanes]])
+    def multiplying(self, index: int, places: np.ndarray, who: np.ndarray) -> None:
+        """Products of warp groups, named by a lane each, begin to read the rows at `places`, a row once a group."""
+        self.reading(index, places, _ROW, who, together=True)
+        late = self._row_landed.take(places // _ROW) > self._fenced[self.lanes.cta[who]]
+        if late.any():
+            other = "a write that no fence.proxy.async has shown to products"
+            cells, lanes, _ = self._cells(places, self.cell, who)
+            self._refuse(index, late, cells, lanes, "reads", other)
+        self._count_products(places, who, 1)
 
-    def product_issued(self, index: int, places: np.ndarray, width: int, who: np.ndarray) -> np.ndarray:
-        """The cells that a warp-group product reads, to be given back at its wait."""
-        self.reading_together(index, places, width, who)
-        cells, lanes = self.cells(places, width), np.repeat(who, width // self.cell)
-        late = self.landed[cells] > self.fenced[self.lanes.cta[lanes]]
-        self._refuse(index, late, cells, lanes, "reads", "a write that no fence.proxy.async has shown it")
-        np.add.at(self.multiplying, cells, 1)
-        return cells
+    def multiplied(self, places: np.ndarray, who: np.ndarray) -> None:
+        """These products have read."""
+        self._count_products(places, who, -1)
 
-    def product_done(self, cells: np.ndarray) -> None:
-        np.subtract.at(self.multiplying, cells, 1)
+    def _count_products(self, places: np.ndarray, who: np.ndarray, by: int) -> None:
+        # groups of one program may read the same rows
+        group = who % self.lanes.threads
+        for one in np.unique(group):
+            self._row_multiplying[places[group == one] // _ROW] += by
 
-    def _opened(self, index: int, places: np.ndarray, width: int, who: np.ndarray, verb: str):
-        cells, lanes = self.cells(places, width), np.repeat(who, width // self.cell)
-        self._refuse(index, self.copying[cells] > 0, cells, lanes, verb, "a copy that still writes it")
-        return cells, lanes, self.lanes.thread[lanes], self.epoch[self.lanes.cta[lanes]]
+    def _look_at_noted(self) -> None:
+        for places, width, who, epoch, together in self._noted:
+            cells, _, thread = self._cells(places, width, who)
+            epoch = np.repeat(epoch, width // self.cell)
+            if together:
+                self._reader[cells] = _SEVERAL
+            else:
+                others = (self._read[cells] == epoch) & (self._reader[cells] != thread)
+                self._reader[cells] = thread
+                # of several lanes at one cell the last one stands there: the others see that they are not alone
+                others |= self._reader[cells] != thread
+                self._reader[cells[others]] = _SEVERAL
+            self._read[cells] = epoch
+        self._noted.clear()
 
-    def _write(self, cells: np.ndarray, thread: np.ndarray, epoch: np.ndarray) -> None:
-        self.writer[cells] = thread
-        self.written[cells] = epoch
-        self.landed[cells] = self.lanes.steps
+    def _cells(self, places: np.ndarray, width: int, who: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cells, lane by lane, and the lane and thread of each."""
+        each = width // self.cell
+        cells, lanes = places // self.cell, who
+        if each > 1:
+            cells, lanes = (cells[:, None] + np.arange(each)).ravel(), np.repeat(who, each)
+        return cells, lanes, self.lanes.thread[lanes]
+
+    def _write(self, places: np.ndarray, cells: np.ndarray, thread: np.ndarray, epoch: np.ndarray) -> None:
+        self._writer[cells], self._written[cells] = thread, epoch
+        rows = places // _ROW
+        self._row_written[rows], self._row_landed[rows] = epoch[:: len(cells) // len(rows)], self.lanes.steps
 
     def _refuse(self, index: int, bad: np.ndarray, cells: np.ndarray, lanes: np.ndarray, verb: str, other="") -> None:
         if not bad.any():
             return
         k = first(bad)
         place = int(cells[k]) * self.cell % self.stride
-        other = other or f"thread {self.writer[cells[k]]}'s write"
-        self.lanes.fault(
-            Race, index, f"{self.lanes.name(lanes[k])} {verb} byte {place}: nothing orders it after {other}"
-        )
+        other = other or f"thread {self._writer[cells[k]]}'s write"
+        self.lanes.fault(Race, index, f"{self.lanes.name(lanes[k])} {verb} byte {place}, not ordered after {other}")

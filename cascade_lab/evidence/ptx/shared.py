@@ -72,6 +72,8 @@ class SharedMemory:
         self._start = lanes.cta * self.stride
         self.shadow = Shadow(lanes, self.stride, cell) if races else None
         self._banks = banks
+        # of the last address register: itself, its least and greatest value, all its bits, its places
+        self._checked: tuple = (None, 0, 0, 0, None)
         self.wavefronts: Counter[str] = Counter()
         self.phases: Counter[str] = Counter()
         self.waits: Counter[tuple[int, int]] = Counter()
@@ -138,7 +140,10 @@ class SharedMemory:
             taking = self.lanes.every if taking is None else taking
             rows[taking] = places
             if self.shadow:
-                (self.shadow.writing if writes else self.shadow.reading_together)(index, places, 16, taking)
+                if writes:
+                    self.shadow.writing(index, places, 16, taking)
+                else:
+                    self.shadow.reading(index, places, 16, taking, together=True)
         return rows.reshape(-1, WARP)[:, : 8 * count]
 
     def copy(self, index: int, memory: GlobalMemory, to, to_offset: int, source, offset: int, width: int, size, mask):
@@ -155,7 +160,7 @@ class SharedMemory:
             reads = size > 0 if mask is None else (size > 0) & mask
         data = memory.fetch(self.lanes, index, source, offset, width, reads)[who]
         if self.shadow:
-            self.shadow.copy_issued(index, places, width, who)
+            self.shadow.writing(index, places, width, who, copy=True)
         self._copies.issue(who, places, data, np.full(len(who), width))
 
     def commit_copies(self, mask) -> None:
@@ -169,7 +174,7 @@ class SharedMemory:
             width = int(width[0])
             self.views[width][places // width] = data
             if self.shadow:
-                self.shadow.copy_landed(places, width, who)
+                self.shadow.landed(places, width, who)
         self.waits[index, self._copies.in_flight()] += 1
 
     def unfinished(self) -> int:
@@ -179,12 +184,12 @@ class SharedMemory:
     def barrier(self, index: int, mask) -> None:
         self.lanes.require_whole(index, mask, self.lanes.threads)
         if self.shadow:
-            self.shadow.epoch[slice(None) if mask is None else mask[:: self.lanes.threads]] += 1
+            self.shadow.barrier(mask)
 
     def fence(self, mask) -> None:
         """fence.proxy.async: what was written before is seen by products from now on."""
         if self.shadow:
-            self.shadow.fenced[slice(None) if mask is None else np.unique(self.lanes.cta[mask])] = self.lanes.steps
+            self.shadow.fence(slice(None) if mask is None else np.unique(self.lanes.cta[mask]))
 
     def descriptor_tile(self, index: int, descriptor, columns: int, transposed: bool, mask) -> np.ndarray:
         """B [warp groups, 16, columns] of halves that a warp-group product reads through its descriptor."""
@@ -211,16 +216,16 @@ class SharedMemory:
         if self.shadow:
             rows = (places % 16 == 0) & live[:, None, None]
             groups = np.nonzero(rows)[0]
-            cells = self.shadow.product_issued(index, places[rows], 16, groups * 128)
-            self._products.issue(np.repeat(groups, len(cells) // len(groups)), cells)
+            self.shadow.multiplying(index, places[rows], groups * 128)
+            self._products.issue(groups, places[rows])
         return self.views[2].take(places // 2)
 
     def commit_products(self, mask) -> None:
         self._products.commit(self._warp_groups(mask))
 
     def wait_products(self, left: int, mask) -> None:
-        for _, cells in self._products.wait(self._warp_groups(mask), left):
-            self.shadow.product_done(cells)
+        for groups, places in self._products.wait(self._warp_groups(mask), left):
+            self.shadow.multiplied(places, groups * 128)
 
     def _warp_groups(self, mask) -> np.ndarray:
         return np.flatnonzero(np.ones(self.lanes.count // 128, bool) if mask is None else mask[::128])
@@ -228,12 +233,21 @@ class SharedMemory:
     def _places(self, index: int, address, offset: int, width: int, mask, kind: str):
         """(byte places in all shared memory, lanes or None for all) of one access; (None, None) if there is none."""
         taking = self.lanes.active(mask)
+        self.lanes.steps += 1
+        if taking is None and not self._banks:
+            # loads often differ in their constant offset alone
+            if address is not self._checked[0]:
+                wide = self.lanes.spread(address).astype(np.int64)
+                bits = int(np.bitwise_or.reduce(wide))
+                self._checked = address, int(wide.min()), int(wide.max()), bits, wide + self._start
+            _, lowest, highest, bits, places = self._checked
+            if lowest + offset >= 0 and highest + offset + width <= self.size and not (bits | offset) & (width - 1):
+                return places + offset, None
         address, start = self.lanes.spread(address), self._start
         if taking is not None:
             if not len(taking):
                 return None, None
             address, start = address[taking], start[taking]
-        self.lanes.steps += 1
         address = address.astype(np.int64) + offset
         if address.max() + width > self.size or address.min() < 0:
             k = first((address + width > self.size) | (address < 0))

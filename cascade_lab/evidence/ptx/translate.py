@@ -232,7 +232,7 @@ class _Emitter:
                 if i.parts[0] in ("bra", "ret", "exit"):
                     target = self.whole.block_at(i.operands[0]) if i.parts[0] == "bra" else -1
                     ending = f"return {target}, {self._guard(i) if i.guard else None}"
-                elif length := self._dot(k - 1):
+                elif length := self._dots(k - 1):
                     k += length - 1
                 else:
                     self._one(i, mask)
@@ -499,27 +499,48 @@ class _Emitter:
         for predicate in exists:
             self.assign(predicate, "p", 1, f"{both}[1]", None)
 
-    def _dot(self, start: int) -> int:
-        """A run of multiply-adds, each adding to the one before it, as one dot product; how many, or 0."""
-        run = [self.instructions[start]]
-        if run[0].opcode != "fma.rn.f32" or run[0].guard:
-            return 0
-        for i in self.instructions[start + 1 :]:
-            last = run[-1].operands[0]
-            chained = i.opcode == "fma.rn.f32" and not i.guard and i.operands[3] == last and last not in i.operands[1:3]
-            if not chained or (i.operands[0] != last and self.whole._uses[last] != 1):
+    def _dots(self, start: int) -> int:
+        """A run of multiply-adds as dot products, where one adds to another: how many instructions, or 0 for none."""
+        chains: list[list[Instruction]] = []
+        open_at: dict[str, list[Instruction]] = {}
+        factors: set[str] = set()
+        starts: set[str] = set()
+        length = 0
+        for i in self.instructions[start:]:
+            if i.opcode != "fma.rn.f32" or i.guard:
                 break
-            run.append(i)
-        if len(run) < _SHORTEST_DOT:
+            result, *pair, added = i.operands
+            # the run is computed at its end: no result may be a factor, before or after
+            if result in factors or not open_at.keys().isdisjoint(pair):
+                break
+            if added in open_at and (added == result or self.whole._uses[added] == 1):
+                chain = open_at.pop(added)
+            elif added in open_at or result in open_at or (result in starts and result != added):
+                break
+            else:
+                chains.append(chain := [])
+                starts.add(added)
+            chain.append(i)
+            open_at[result] = chain
+            factors.update(pair)
+            length += 1
+        if not any(len(chain) >= _SHORTEST_DOT for chain in chains):
             return 0
-        added = self.value(run[0].operands[3], "f", 32)
-        stacks = []
-        for side in (1, 2):
-            registers = tuple(i.operands[side] for i in run)
-            values = lambda registers=registers: ", ".join(self.value(r, "f", 32) for r in registers)  # noqa: E731
-            stacks.append(self._gather(("rows", registers), lambda values=values: f"stack(lanes.count, [{values()}])"))
-        self.assign(run[-1].operands[0], "f", 32, f"dot({stacks[0]}, {stacks[1]}, {added})", None)
-        return len(run)
+        for chain in chains:
+            added = self.value(chain[0].operands[3], "f", 32)
+            if len(chain) < _SHORTEST_DOT:
+                for i in chain:
+                    self._add(i, None, "")
+                continue
+            rows = [self._rows(tuple(i.operands[side] for i in chain)) for side in (1, 2)]
+            self.assign(chain[-1].operands[0], "f", 32, f"dot({rows[0]}, {rows[1]}, {added})", None)
+        return length
+
+    def _rows(self, registers: tuple[str, ...]) -> str:
+        def stacked() -> str:
+            return f"stack(lanes.count, [{', '.join(self.value(register, 'f', 32) for register in registers)}])"
+
+        return self._gather(("rows", registers), stacked)
 
     # one lane
 
