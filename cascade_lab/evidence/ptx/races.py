@@ -7,7 +7,7 @@ through another proxy, which sees a write only after a fence. A race is found wh
 only on paths that are executed, and order within a warp (shuffles, `bar.warp`) is not taken for an order.
 
 A cell is the narrowest access of the kernel, a row is 16 bytes, the widest. Rows say cheaply that there is nothing to
-look at, and reads are only noted: a write looks at them, a barrier drops them.
+look at; reads are only noted, for a write that comes to a row read in its epoch, and dropped at the barrier.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Shadow:
         self._writer, self._written = np.full(size // cell, _NOBODY, np.int32), np.full(size // cell, -1, np.int32)
         self._reader, self._read = np.full(size // cell, _NOBODY, np.int32), np.full(size // cell, -1, np.int32)
         self._copying = np.zeros(size // cell, np.int16)
-        # per row: epoch and step of the last write, copies that are to write it, products that read it
+        # per row: epoch and step of the last write, epoch of the last read, copies to write it, products that read it
         self._row_written, self._row_landed = np.full(size // _ROW, -1, np.int32), np.full(size // _ROW, -1, np.int64)
+        self._row_read = np.full(size // _ROW, -1, np.int32)
         self._row_copying, self._row_multiplying = np.zeros(size // _ROW, np.int16), np.zeros(size // _ROW, np.int16)
         self._fenced = np.full(len(lanes.ctas), -1, np.int64)
         self._noted: list[tuple[np.ndarray, int, np.ndarray, np.ndarray, bool]] = []
@@ -46,6 +47,7 @@ class Shadow:
             self._epoch = self._epoch + 1
         else:
             self._epoch = self._epoch + mask
+            self._noted = [note for note in self._noted if (self._epoch[note[2]] == note[3]).any()]
 
     def fence(self, ctas: np.ndarray | slice) -> None:
         """Products of these programs see what was written up to now."""
@@ -60,6 +62,7 @@ class Shadow:
             self._refuse(index, self._copying[cells] > 0, cells, lanes, "reads", "a copy that is to write it")
             late = self._written[cells] == self._epoch[lanes]
             self._refuse(index, late if together else late & (self._writer[cells] != thread), cells, lanes, "reads")
+        self._row_read[rows] = epoch
         self._noted.append((places, width, who, epoch, together))
 
     def writing(
@@ -70,7 +73,8 @@ class Shadow:
         A cell written twice with the same value (`changed` false) is no conflict; `clash` marks lanes whose value
         another lane of the same instruction replaced.
         """
-        self._look_at_noted()
+        if (self._row_read.take(places // _ROW) == self._epoch[who]).any():
+            self._look_at_noted()
         cells, lanes, thread = self._cells(places, width, who)
         each, epoch = width // self.cell, self._epoch[lanes]
         self._refuse(index, self._copying[cells] > 0, cells, lanes, "overwrites", "a copy that is to write it")

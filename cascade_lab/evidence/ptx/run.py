@@ -19,7 +19,7 @@ from cascade_lab.evidence.ptx.shared import SharedMemory
 from cascade_lab.evidence.ptx.translate import Translation
 
 # where one NumPy call costs about as much as its work
-_LANES = 2048
+_LANES = 4096
 _MOST_BLOCKS = 1_000_000
 _END = 1 << 30
 
