@@ -19,6 +19,7 @@ from cascade_lab.evidence.ptx.lanes import WARP, Lanes, first
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SECTOR = 32
+_GAP = 1 << 20
 # a 16-byte access gathers elements of a 16-byte type
 _WIDE = {**UNSIGNED, 16: np.complex128}
 
@@ -69,7 +70,7 @@ class GlobalMemory:
         """Place a storage, given as uint8; its base is a multiple of 4096."""
         allocation = Allocation(name, self._next, data, by_width(data))
         self.allocations.append(allocation)
-        self._next = (self._next + len(data) + (1 << 20)) // 4096 * 4096
+        self._next = (self._next + len(data) + _GAP) // 4096 * 4096
         self._bases = np.array([a.base for a in self.allocations], np.int64)
         self._ends = np.array([a.base + len(a.data) for a in self.allocations], np.int64)
         return allocation
@@ -135,11 +136,14 @@ class GlobalMemory:
             if outside.any():
                 k = first(outside)
                 near = self.allocations[max(int(owner[k]), 0)]
+                place = f"at byte {places[k] - near.base} of the {len(near.data)} of {near.name}"
+                if not -_GAP < places[k] - near.base - len(near.data) < _GAP:
+                    place = f"at {places[k]:#x}, far from all of them"
                 lanes.fault(
                     OutOfBounds,
                     index,
-                    f"{width}-byte {kind} outside every tensor, at byte {places[k] - near.base} of {near.name}'s "
-                    f"{len(near.data)}, by {lanes.name(who[k])} and {outside.sum() - 1} more",
+                    f"{width}-byte {kind} outside every tensor, {place}, by {lanes.name(who[k])} "
+                    f"and {outside.sum() - 1} more",
                 )
             found = [
                 (self.allocations[k], (places[owner == k] - self._bases[k]) // width, who[owner == k])
