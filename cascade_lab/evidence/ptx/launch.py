@@ -24,7 +24,17 @@ from cascade_lab.evidence.ptx.translate import Translation
 from cascade_lab.evidence.reads import Poisoned
 
 EXECUTED = ("sm_80", "sm_90")
-_NUMBERS = {"i1": "u1", "i8": "i1", "u8": "u1", "i16": "i2", "u16": "u2", "i32": "i4", "u32": "u4", "i64": "i8", "u64": "u8"}
+_NUMBERS = {
+    "i1": "u1",
+    "i8": "i1",
+    "u8": "u1",
+    "i16": "i2",
+    "u16": "u2",
+    "i32": "i4",
+    "u32": "u4",
+    "i64": "i8",
+    "u64": "u8",
+}
 _NUMBERS |= {"fp32": "f4", "fp64": "f8"}
 
 Marks = Sequence[tuple[Tensor, Tensor]]

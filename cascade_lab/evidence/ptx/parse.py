@@ -133,7 +133,12 @@ def parse(ptx: str) -> Kernel:
                 instructions.append(_instruction(statement.lstrip("{} \t"), len(instructions), place))
             unfinished = unfinished.strip(" \t}")
     return Kernel(
-        name, re.findall(rf"{name}_param_\d+", entry[2]), widths, instructions, labels, int(threads[1]) if threads else 0
+        name,
+        re.findall(rf"{name}_param_\d+", entry[2]),
+        widths,
+        instructions,
+        labels,
+        int(threads[1]) if threads else 0,
     )
 
 

@@ -118,11 +118,14 @@ class SharedMemory:
             halves = np.ascontiguousarray(halves.swapaxes(2, 3))
         return [tile.ravel() for tile in halves.view(np.uint32).swapaxes(0, 1)]
 
-    def store_matrix(self, index: int, address, offset: int, values: list, mask) -> None:
-        """stmatrix: the inverse of ldmatrix without transposition."""
+    def store_matrix(self, index: int, address, offset: int, values: list, transposed: bool, mask) -> None:
+        """stmatrix: the inverse of ldmatrix."""
         rows = self._matrix_rows(index, address, offset, len(values), mask, "stmatrix", writes=True)
         taking = slice(None) if mask is None else self.lanes.spread(mask)[::WARP]
         tiles = np.stack([self.lanes.spread(value).reshape(-1, 8, 4) for value in values], 1)
+        if transposed:
+            halves = tiles.view(np.uint16).reshape(-1, len(values), 8, 8).swapaxes(2, 3)
+            tiles = np.ascontiguousarray(halves).view(np.uint32)
         self.views[16][rows[taking] // 16] = tiles.reshape(len(rows), -1).view(np.complex128)[taking]
 
     def _matrix_rows(

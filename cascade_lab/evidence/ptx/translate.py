@@ -139,7 +139,7 @@ class Translation:
 
     def form(self, register: str) -> str:
         """The form that a register is passed from block to block in."""
-        return self._forms.get(register, "u")
+        return self._forms.get(register, "p" if self.kernel.width(register) == 1 else "u")
 
     def block_at(self, target: str) -> int:
         return self._block_at[self.kernel.labels[target]]
@@ -158,7 +158,9 @@ _NAMES = {
     "np": np,
     "where": np.where,
     **{short: getattr(np, dtype) for short, dtype in _NUMPY.items()},
-    **{name: function for module in (arithmetic, warp) for name, function in vars(module).items() if callable(function)},
+    **{
+        name: function for module in (arithmetic, warp) for name, function in vars(module).items() if callable(function)
+    },
 }
 
 
@@ -217,7 +219,10 @@ class _Emitter:
 
     def source(self) -> str:
         mask = "mask" if self.masked else "None"
-        self.lines = ["def block(batch, registers, mask):", "lanes, memory, shared = batch.lanes, batch.memory, batch.shared"]
+        self.lines = [
+            "def block(batch, registers, mask):",
+            "lanes, memory, shared = batch.lanes, batch.memory, batch.shared",
+        ]
         for register in sorted(self.whole._live[self.block]):
             form = self.whole.form(register)
             self.forms[register] = {form}
@@ -403,9 +408,7 @@ class _Emitter:
             (to, to_offset), (source, offset) = address(i.operands[0]), address(i.operands[1])
             places = f"{self.value(to, 'u', 32)}, {to_offset}, {self.value(source, 'u', 64)}, {offset}"
             size = self.value(i.operands[3], "u", 32) if len(i.operands) > 3 else None
-            self.lines.append(
-                f"shared.copy({i.index}, memory, {places}, {int(i.operands[2], 0)}, {size}, {taking})"
-            )
+            self.lines.append(f"shared.copy({i.index}, memory, {places}, {int(i.operands[2], 0)}, {size}, {taking})")
 
     # order
 
@@ -441,19 +444,23 @@ class _Emitter:
             self.assign(register, "u", 32, f"{tiles}[{k}]", None)
 
     def _stmatrix(self, i: Instruction, guard: str | None, taking: str) -> None:
-        if "trans" in i.parts or i.parts[-1] != "b16":
+        if i.parts[-1] != "b16":
             raise Unsupported("")
         base, offset = address(i.operands[0])
-        base, values = self.value(base, "u", 32), self.values(i.operands[1], "u", 32)
-        self.lines.append(f"shared.store_matrix({i.index}, {base}, {offset}, {values}, {taking})")
+        base, values, transposed = self.value(base, "u", 32), self.values(i.operands[1], "u", 32), "trans" in i.parts
+        self.lines.append(f"shared.store_matrix({i.index}, {base}, {offset}, {values}, {transposed}, {taking})")
 
     def _mma(self, i: Instruction, guard: str | None, taking: str) -> None:
         kind = i.parts[-2]
         if i.parts[3:] != ["m16n8k16", "row", "col", "f32", kind, kind, "f32"] or kind not in ("bf16", "f16"):
             raise Unsupported("")
         d, a, b, c = (tuple(vector(operand)) for operand in i.operands)
-        left = self._gather(("a", kind, a), lambda: f"operand_a(lanes, {self.values(i.operands[1], 'u', 32)}, {kind!r})")
-        right = self._gather(("b", kind, b), lambda: f"operand_b(lanes, {self.values(i.operands[2], 'u', 32)}, {kind!r})")
+        left = self._gather(
+            ("a", kind, a), lambda: f"operand_a(lanes, {self.values(i.operands[1], 'u', 32)}, {kind!r})"
+        )
+        right = self._gather(
+            ("b", kind, b), lambda: f"operand_b(lanes, {self.values(i.operands[2], 'u', 32)}, {kind!r})"
+        )
         added = self._gather(("c", c), lambda: f"accumulator(lanes, {self.values(i.operands[3], 'f', 32)})")
         self._accumulate(d, "c", "accumulated", f"multiply(lanes, {i.index}, {left}, {right}, {added}, {taking})")
 
@@ -469,7 +476,9 @@ class _Emitter:
             if i.parts[5:] != ["f32", kind, kind] or kind not in ("bf16", "f16") or signs != ["1", "1"] or len(a) != 4:
                 raise Unsupported(re.sub(r"\{.*?\}", "{..}", i.text))
             keep, descriptor = self.value(keep, "p", 1), self.value(descriptor, "u", 64)
-            left = self._gather(("A", kind, a), lambda: f"group_operand(lanes, {self.values(i.operands[1], 'u', 32)}, {kind!r})")
+            left = self._gather(
+                ("A", kind, a), lambda: f"group_operand(lanes, {self.values(i.operands[1], 'u', 32)}, {kind!r})"
+            )
             added = self._gather(("C", d), lambda: f"group_accumulator(lanes, {self.values(i.operands[0], 'f', 32)})")
             right = self._name()
             self.lines.append(
@@ -685,7 +694,9 @@ class _Emitter:
     def _bfe(self, i: Instruction, guard: str | None, taking: str) -> None:
         kind, width = _numeric(i.parts[-1])
         start, length = (self.value(operand, "u", 32) for operand in i.operands[2:4])
-        self.assign(i.operands[0], kind, width, f"extract({self.value(i.operands[1], kind, width)}, {start}, {length})", guard)
+        self.assign(
+            i.operands[0], kind, width, f"extract({self.value(i.operands[1], kind, width)}, {start}, {length})", guard
+        )
 
     def _prmt(self, i: Instruction, guard: str | None, taking: str) -> None:
         if i.parts[1:] != ["b32"]:

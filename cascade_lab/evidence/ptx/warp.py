@@ -23,7 +23,12 @@ def shuffle(lanes: Lanes, index: int, mode: str, values, distance, clamp, mask) 
     segment, limit = clamp >> 8 & 31, clamp & 31
     low = lane & segment
     last = low | limit & ~segment
-    other = {"bfly": lane ^ distance, "idx": low | distance & ~segment & 31, "up": lane - distance, "down": lane + distance}
+    other = {
+        "bfly": lane ^ distance,
+        "idx": low | distance & ~segment & 31,
+        "up": lane - distance,
+        "down": lane + distance,
+    }
     source = other[mode]
     found = source >= last if mode == "up" else source <= last
     source = np.where(found, source, lane)
