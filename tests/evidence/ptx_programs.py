@@ -137,7 +137,7 @@ def unknown_opcodes(whole: bool = False) -> dict:
 
 
 def options(target: str, names: list[str]) -> dict:
-    """Calls, by name or all, that the table does not make: window, softcap, splits, tails, reads, empty requests, odd page sizes."""
+    """Calls that the table does not make, by name or all: window, softcap, splits, tails, empty requests, odd pages."""
     half = dict(dim=64, heads=(8, 2), page=16, dtype=torch.bfloat16)
     tree = tree_mask([[-1, 0, 0, 1, 2, 3, 3], [-1, 0, 1, 2]])
     cases = {
@@ -186,7 +186,7 @@ def merges(target: str, dtypes: list[str]) -> dict:
                 ("many", many, merge_oracle(o, lse)),
             ):
                 found[f"{kind} {name} {D}"] = message(
-                    lambda s=state, e=expected: assert_state_close(s, e, nan_rows=nan)
+                    lambda s=state, e=expected, n=nan: assert_state_close(s, e, nan_rows=n)
                 )
             stored = {key: runs[0].bytes[key] for key in (("o", "store"), ("lse", "store"))}
             found[f"stored {name} {D}"] = list(stored.values()) == [o[:, 0].nbytes, lse[:, 0].nbytes]

@@ -79,6 +79,11 @@ _A = r"(mma\S+\s+\{[^}]*\}, \{ ?)(%r\d+), (%r\d+)"
 _B = r"(mma\S+\s+\{[^}]*\}, \{[^}]*\}, \{ ?)(%r\d+), (%r\d+)"
 _SWAPPED = r"\1\3, \2"
 _GUARDED = r"@!?%p\d+ "
+_TO, _STORED = r"cp\.async\.cg\S+ \[ %r\d+ \+ (\d+)", r"@%p\d+ st\.global\.v4\S+ \[ %rd\d+ \+ (\d+)"
+_STORE, _NEXT = r"@%p\d+ st\.global\.v", r"shfl\.sync\.bfly.*, 1, 31,"
+_KEYS, _PAGES = r"selp\.b32\s+%r\d+, 16, 0", r"selp\.b32\s+%r\d+, 4, 0"
+_TURNED = r"\.trans|\.x4(?!\.trans)", ".x4.trans"
+_FRESH, _FACTORS = r"wgmma\.mma.*, 0, 1, 1, 0;", r"ld\.shared\.v4\S+\s+\{.*\[%r\d+\+(\d+)\]"
 _PLACE, _MOVED = r"\[\s*(%r\d+)[^\]]*\]", r"[\1+16]"
 
 BUGS = [
@@ -90,16 +95,16 @@ BUGS = [
     Bug("the last barrier dropped", "causal", "sm_80", "Race", drop(_BARRIER, -1)),
     Bug("a barrier passed by some", "causal", "sm_80", "Divergence", _divided),
     Bug("a tile read 16 bytes on", "tree", "sm_80", "values", line(r"ldmatrix.*trans", _PLACE, _MOVED, 0, True)),
-    Bug("a copy into the next rows", "causal", "sm_80", "Race", added(r"cp\.async\.cg\S+ \[ %r\d+ \+ (\d+)", 2048, 0, True)),
+    Bug("a copy into the next rows", "causal", "sm_80", "Race", added(_TO, 2048, 0, True)),
     Bug("a load's predicate dropped", "tree", "sm_80", "NeverRead", line(r"@%p\d+ ld\.global\.v4", _GUARDED, "", -1)),
-    Bug("a store's predicate dropped", "causal", "sm_80", "OutOfBounds", line(r"@%p\d+ st\.global\.v", _GUARDED, "", -1)),
-    Bug("a store 8 bytes on", "causal", "sm_80", "Misaligned", added(r"@%p\d+ st\.global\.v4\S+ \[ %rd\d+ \+ (\d+)", 8)),
+    Bug("a store's predicate dropped", "causal", "sm_80", "OutOfBounds", line(_STORE, _GUARDED, "", -1)),
+    Bug("a store 8 bytes on", "causal", "sm_80", "Misaligned", added(_STORED, 8)),
     Bug("two registers of A swapped", "causal", "sm_80", "values", line(r"mma\.sync", _A, _SWAPPED, 0, True)),
     Bug("two registers of B swapped", "tree", "sm_80", "values", line(r"mma\.sync", _B, _SWAPPED, -1, True)),
-    Bug("a shuffle twice as far", "tree", "sm_80", "Race", line(r"shfl\.sync\.bfly.*, 1, 31,", ", 1, 31,", ", 2, 31,", 0, True)),
-    Bug("keys prefetched past the end", "causal", "sm_80", "NeverRead", line(r"selp\.b32\s+%r\d+, 16, 0", "16, 0,", "16, 16,", 0, True)),
-    Bug("pages prefetched past the end", "causal", "sm_80", "NeverRead", line(r"selp\.b32\s+%r\d+, 4, 0", "4, 0,", "4, 4,", 0, True)),
-    Bug("transposed where it must not be", "tree", "sm_80", "values", line(r"ldmatrix", r"\.trans|\.x4(?!\.trans)", ".x4.trans", 0, True)),
+    Bug("a shuffle twice as far", "tree", "sm_80", "Race", line(_NEXT, ", 1, 31,", ", 2, 31,", 0, True)),
+    Bug("keys prefetched past the end", "causal", "sm_80", "NeverRead", line(_KEYS, "16, 0,", "16, 16,", 0, True)),
+    Bug("pages prefetched past the end", "causal", "sm_80", "NeverRead", line(_PAGES, "4, 0,", "4, 4,", 0, True)),
+    Bug("transposed where it must not be", "tree", "sm_80", "values", line("ldmatrix", *_TURNED, 0, True)),
     Bug("a difference for a sum", "causal", "sm_80", "values", line(r"add\.f32", "add", "sub", 0, True)),
     Bug("products not waited for", "tree", "sm_90", "InFlight", drop(r"wgmma\.wait_group", 0, loop=True)),
     Bug("accumulators changed without a fence", "tree", "sm_90", "InFlight", drop(r"wgmma\.fence", 0, loop=True)),
@@ -108,9 +113,9 @@ BUGS = [
     Bug("the loop's first barrier dropped on sm_90", "tree", "sm_90", "Race", drop(_BARRIER, 0, loop=True)),
     Bug("another swizzle in a descriptor", "tree", "sm_90", "values", _other_swizzle),
     Bug("B taken as transposed", "tree", "sm_90", "values", line(r"wgmma\.mma.*1, 1, 1;", "1, 1, 1;", "1, 1, 0;")),
-    Bug("a product on top of the last", "tree", "sm_90", "values", line(r"wgmma\.mma.*, 0, 1, 1, 0;", ", 0, 1, 1, 0;", ", 1, 1, 1, 0;")),
+    Bug("a product on top of the last", "tree", "sm_90", "values", line(_FRESH, ", 0, 1", ", 1, 1")),
     Bug("stored page ids 16 bytes on", "causal", "sm_90", "OutOfBounds", line(r"stmatrix", _PLACE, _MOVED)),
-    Bug("a factor from the wrong place", "single", "sm_80", "values", added(r"ld\.shared\.v4\S+\s+\{.*\[%r\d+\+(\d+)\]", 16, 3)),
+    Bug("a factor from the wrong place", "single", "sm_80", "values", added(_FACTORS, 16, 3)),
     Bug("a barrier dropped around plain stores", "single", "sm_90", "Race", drop(_BARRIER, 1)),
     Bug("scalars read 2 bytes on", "single", "sm_80", "Misaligned", line(r"ld\.shared\.b32.*\[%r\d+\]", r"\]", "+2]")),
 ]  # fmt: skip

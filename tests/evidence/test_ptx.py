@@ -64,7 +64,9 @@ def compute(instruction, *inputs, width=32):
     """One lane's result of `instruction`, its operands a, b, c and its result d spelled {a}, {b}, {c}, {d}."""
     prefix = "%r" if width == 32 else "%rd"
     names = dict(zip("abc", (f"{prefix}{k}" for k in (11, 12, 13)), strict=True))
-    moves = "".join(f"mov.b{width} {names[n]}, {x if width == 64 else bits(x)};\n" for n, x in zip("abc", inputs))
+    moves = "".join(
+        f"mov.b{width} {names[n]}, {x if width == 64 else bits(x)};\n" for n, x in zip("abc", inputs, strict=False)
+    )
     store = {32: "st.global.b32 [ %rd1 + 0 ], { %r20 };", 64: "st.global.b64 [ %rd1 + 0 ], { %rd20 };"}[width]
     _, data = go(moves + instruction.format(d=f"{prefix}20", **names) + ";\n" + store)
     return int(data.view(np.uint64)[0]) if width == 64 else int(data[0])
@@ -203,17 +205,20 @@ def test_shuffles_reach_the_lanes_they_name(mode, expected):
 
 
 def test_lanes_that_part_meet_again():
-    body = "setp.lt.u32 %p1, %r1, 11; mov.b32 %r9, 1; @%p1 bra $L__a; add.s32 %r9, %r9, %r1;\n$L__a:\nadd.s32 %r9, %r9, 100;\n"
+    body = "setp.lt.u32 %p1, %r1, 11; mov.b32 %r9, 1; @%p1 bra $L__a; add.s32 %r9, %r9, %r1;\n"
+    body += "$L__a:\nadd.s32 %r9, %r9, 100;\n"
     assert word(body) == [101 + (t if t >= 11 else 0) for t in range(32)]
 
 
 def test_a_loop_of_a_different_length_in_every_thread():
-    body = "mov.b32 %r9, 0; mov.b32 %r8, 0;\n$L__a:\nadd.s32 %r9, %r9, %r8; add.s32 %r8, %r8, 1; setp.le.u32 %p1, %r8, %r1; @%p1 bra $L__a;\n"
+    body = "mov.b32 %r9, 0; mov.b32 %r8, 0;\n$L__a:\nadd.s32 %r9, %r9, %r8; add.s32 %r8, %r8, 1;\n"
+    body += "setp.le.u32 %p1, %r8, %r1; @%p1 bra $L__a;\n"
     assert word(body) == [t * (t + 1) // 2 for t in range(32)]
 
 
 def test_programs_know_their_places_in_every_batch():
-    body = """mov.u32 %r2, %ctaid.x; mov.u32 %r3, %nctaid.x; mad.lo.s32 %r4, %r2, 32, %r1; mad.lo.s32 %r5, %r2, 100, %r3;
+    body = """mov.u32 %r2, %ctaid.x; mov.u32 %r3, %nctaid.x;
+    mad.lo.s32 %r4, %r2, 32, %r1; mad.lo.s32 %r5, %r2, 100, %r3;
     mul.wide.u32 %rd5, %r4, 4; add.s64 %rd6, %rd1, %rd5; st.global.b32 [ %rd6 + 0 ], { %r5 };"""
     _, data = go(body, programs=5, lanes=64)
     assert data[:160].tolist() == [100 * p + 5 for p in range(5) for _ in range(32)]
@@ -260,8 +265,8 @@ def test_a_product_of_fragments_is_the_product_of_matrices(kind):
         for k, place in enumerate(C_PLACES):
             data[6 + k, t] = bits(float(c[place(g, q)]))
     load = "".join(f"ld.global.b32 {{ %r{30 + k} }}, [ %rd3 + {128 * k} ];" for k in range(10))
-    product = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r36, %r37, %r38, %r39}}, {{%r30, %r31, %r32, %r33}}, "
-    product += "{%r34, %r35}, {%r36, %r37, %r38, %r39};"
+    product = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r36, %r37, %r38, %r39}}, "
+    product += "{%r30, %r31, %r32, %r33}, {%r34, %r35}, {%r36, %r37, %r38, %r39};"
     store = "".join(f"st.global.b32 [ %rd3 + {128 * (10 + k)} ], {{ %r{36 + k} }};" for k in range(4))
     _, data = go(load + product + product + store, data.ravel())
     got, expected = data.view(np.float32).reshape(16, 32)[10:14], c + 2 * (a @ b)
@@ -296,7 +301,8 @@ def test_matrices_are_loaded_and_stored_by_rows_of_8_halves(tiles, transposed):
 
 GROUP_PRODUCT = """
     {fence} wgmma.fence.sync.aligned;
-    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r40, %r41, %r42, %r43}}, {{%r30, %r31, %r32, %r33}}, %rd9, 0, 1, 1, 0;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r40, %r41, %r42, %r43}},
+        {{%r30, %r31, %r32, %r33}}, %rd9, 0, 1, 1, 0;
     wgmma.commit_group.sync.aligned; {wait}
     st.global.v4.b32 [ %rd8 + 8192 ], {{ %r40, %r41, %r42, %r43 }};"""
 
@@ -323,8 +329,9 @@ def group_product(
     data[1024:1280] = shared.view(np.uint32)
     descriptor = (1 << 62 | 64 << 32 | 1 << 16) + 1024 // 16
     body = "".join(f"ld.global.b32 {{ %r{30 + k} }}, [ %rd3 + {512 * k} ];" for k in range(4))
-    body += f"""mul.wide.u32 %rd7, %r1, 16; add.s64 %rd8, %rd1, %rd7; mul.lo.s32 %r2, %r1, 8; mov.b64 %rd9, {descriptor};
-    add.s64 %rd6, %rd3, %rd2; ld.global.v2.b32 {{ %r3, %r4 }}, [ %rd6 + 4096 ]; st.shared.v2.b32 [ %r2 + 1024 ], {{ %r3, %r4 }};
+    body += f"""mul.wide.u32 %rd7, %r1, 16; add.s64 %rd8, %rd1, %rd7; mul.lo.s32 %r2, %r1, 8;
+    mov.b64 %rd9, {descriptor}; add.s64 %rd6, %rd3, %rd2;
+    ld.global.v2.b32 {{ %r3, %r4 }}, [ %rd6 + 4096 ]; st.shared.v2.b32 [ %r2 + 1024 ], {{ %r3, %r4 }};
     {barrier} """
     _, data = go(body + GROUP_PRODUCT.format(fence=fence, wait=wait), data, threads=128)
     return a, b, data.view(np.float32)[2048:2560].reshape(128, 4)
@@ -371,6 +378,10 @@ def test_instructions_are_counted_per_warp_that_reaches_them():
 
 
 SHARED = "mul.lo.s32 %r2, %r1, 4; xor.b32 %r3, %r2, 128; "
+COPY = SHARED + "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x4; cp.async.commit_group; "
+TF32 = (
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r2, %r3, %r4, %r5}, {%r2, %r3}, {%r4}, {%r2, %r3, %r4, %r5};"
+)
 
 
 @pytest.mark.parametrize(
@@ -383,20 +394,14 @@ SHARED = "mul.lo.s32 %r2, %r1, 4; xor.b32 %r3, %r2, 128; "
         (SHARED + "st.shared.b32 [%r2+8100], %r1;", OutOfBounds, "of 8192"),
         (SHARED + "ld.shared.v2.b32 {%r4, %r5}, [%r2];", Misaligned, "8-byte load"),
         ("setp.lt.u32 %p1, %r1, 16; @%p1 bra $L__a; bar.sync 0;\n$L__a:\n", Divergence, "part of 64"),
-        ("setp.lt.u32 %p1, %r1, 16; @%p1 bra $L__a; shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;\n$L__a:\n", Divergence, "32"),
+        ("setp.lt.u32 %p1, %r1, 9; @%p1 bra $L__a; shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;\n$L__a:", Divergence, "32"),
         (SHARED + "st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r3];", Race, "reads byte"),
         (SHARED + "ld.shared.b32 %r4, [%r3]; st.shared.b32 [%r2], %r1;", Race, "another thread's read"),
         (SHARED + "st.shared.b32 [%r2], %r1; st.shared.b32 [%r3], %r1;", Race, "overwrites byte"),
         ("mov.b32 %r2, 0; st.shared.b32 [%r2], %r1;", Race, "another lane's other value"),
-        (SHARED + "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x4; bar.sync 0; ld.shared.b32 %r4, [%r2];", Race, "copy"),
-        (
-            SHARED + "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x4; cp.async.commit_group;"
-            "cp.async.wait_group 1; bar.sync 0; ld.shared.b32 %r4, [%r2];", Race, "copy",
-        ),
-        (
-            SHARED + "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x4; cp.async.commit_group;"
-            "cp.async.wait_group 0; ld.shared.b32 %r4, [%r3];", Race, "write",
-        ),
+        (COPY + "bar.sync 0; ld.shared.b32 %r4, [%r2];", Race, "copy"),
+        (COPY + "cp.async.wait_group 1; bar.sync 0; ld.shared.b32 %r4, [%r2];", Race, "copy"),
+        (COPY + "cp.async.wait_group 0; ld.shared.b32 %r4, [%r3];", Race, "write"),
     ],
 )  # fmt: skip
 def test_broken_rules_are_faults_that_name_the_place(body, fault, says):
@@ -459,7 +464,7 @@ def test_a_loop_without_an_end_is_stopped(monkeypatch):
         ("mov.u32 %r2, %smid;", "special register %smid"),
         ("@%p1 bar.sync 0;", "under a predicate"),
         ("atom.global.min.u32 %r2, [ %rd1 + 0 ], { %r1 };", "atom.global.min.u32"),
-        ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r2, %r3, %r4, %r5}, {%r2, %r3}, {%r4}, {%r2, %r3, %r4, %r5};", "tf32"),
+        (TF32, "m16n8k8"),
         ("ld.local.b32 %r2, [%r1];", "modifier .local"),
     ],
 )  # fmt: skip

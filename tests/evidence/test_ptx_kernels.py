@@ -1,7 +1,7 @@
 """The package's kernels, compiled for sm_80 and sm_90 and executed: right, in order, and reading what the ledger says.
 
-Every bug of `seeded_bugs` is noticed by the detector named there. What no check can notice is listed there as survivors,
-each with its reason: changes that leave every value and every order intact.
+Every bug of `seeded_bugs` is noticed by the detector named there. What no check can notice is listed there too, as
+survivors, each with its reason: changes that leave every value and every order intact.
 """
 
 import os
@@ -20,8 +20,9 @@ long = pytest.mark.long
 
 # of every detector at least one bug, of every kernel and target too
 QUICK = (
-    "the wait for copies dropped", "the loop's first barrier dropped", "a barrier passed by some", "keys prefetched past the end",
-    "pages prefetched past the end", "a store 8 bytes on", "a store's predicate dropped", "two registers of A swapped",
+    "the wait for copies dropped", "the loop's first barrier dropped", "a barrier passed by some",
+    "keys prefetched past the end", "pages prefetched past the end", "a store 8 bytes on",
+    "a store's predicate dropped", "two registers of A swapped",
     "products not waited for", "products behind a proxy", "another swizzle in a descriptor",
 )  # fmt: skip
 BYTES = 64 * 2 * 2 * 2  # of a token: K and V of two heads of 64 in half precision

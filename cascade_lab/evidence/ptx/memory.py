@@ -180,7 +180,7 @@ class GlobalMemory:
 
 
 def forbid(allocation: Allocation, never: np.ndarray) -> None:
-    """Let nothing read the bytes where `never`, one bool per byte of the storage, is true; unites with earlier marks."""
+    """Let nothing read the bytes where `never`, one bool per byte of the storage, is true, beside earlier ones."""
     if allocation.never is not None:
         never = never | allocation.never[1]
     whole = {width: len(never) // width * width for width in _WIDE}

@@ -131,7 +131,7 @@ class SharedMemory:
     def _matrix_rows(
         self, index: int, address, offset: int, count: int, mask, kind: str, writes: bool = False
     ) -> np.ndarray:
-        """Byte places of the rows [warps, 8 * count] in all shared memory; those of idle warps point anywhere inside."""
+        """Byte places of the rows [warps, 8 * count] in all shared memory; those of idle warps lie anywhere."""
         self.lanes.require_whole(index, mask)
         points = mask
         if count < 4:
