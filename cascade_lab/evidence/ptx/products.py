@@ -15,8 +15,8 @@ def check_products(whole: Translation) -> None:
     """Hold every path to the rules.
 
     A result may be read, and any operand overwritten, only after a wait that covers its group; and an operand that
-    other instructions changed needs a wgmma.fence before the product. `age` counts the groups committed since a register's
-    product was issued, and is the least over all paths.
+    other instructions changed needs a wgmma.fence before the product. `age` counts the groups committed since a
+    register's product was issued, and is the least over all paths.
 
     Raises:
         InFlight: naming the register.
