@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import asdict
 
 import torch
 
-from cascade_lab import attention, cascade_attention, ledger, merge_state, merge_states
+from cascade_lab import attention, cascade_attention, ledger, merge_state, merge_states, runtime
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.evidence.compiled import Work, odd_works, table_works
 from cascade_lab.evidence.driver import fake_device
 from cascade_lab.evidence.ptx import EXECUTED, Fault, Unsupported, executed
+from cascade_lab.evidence.ptx.launch import install
 from cascade_lab.evidence.ptx.parse import parse
 from cascade_lab.evidence.ptx.translate import Translation
 from cascade_lab.evidence.reference import assert_state_close, merge_oracle
@@ -261,4 +263,22 @@ def refused() -> dict:
     with executed("sm_90", edit=odd) as runs:
         found["opcode"] = message(lambda: merge_state(o, lse, o, lse, out=out, backend="triton"))
     found["runs"], found["out"] = len(runs), float(out.abs().sum())
+    return found | _refused_by_environment(lambda: merge_state(o, lse, o, lse, backend="triton"))
+
+
+def _refused_by_environment(call) -> dict:
+    """What a process says that was started for a target, without an executor, for a wrong one, or for both modes."""
+    found, mode = {}, os.environ[runtime.SWITCH]
+    try:
+        os.environ[runtime.TARGET] = "sm_90"
+        found["no executor"] = message(call)
+        os.environ[runtime.SWITCH] = "1"
+        found["both modes"] = message(call)
+        os.environ[runtime.SWITCH] = mode
+        runtime.set_executor(install)
+        for name in ("sm_120", "h100"):
+            os.environ[runtime.TARGET] = name
+            found[f"environment {name}"] = message(call)
+    finally:
+        del os.environ[runtime.TARGET]
     return found

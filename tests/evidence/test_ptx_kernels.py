@@ -143,6 +143,12 @@ def test_what_cannot_be_executed_is_refused_and_nothing_of_it_runs():
     assert found["mask"] == "TypeError: never_read: expected a bool mask, given torch.float32"
     assert found["opcode"] == "Unsupported: _merge_pair_kernel: not modelled: popc.b32"
     assert (found["runs"], found["out"]) == (0, 0)
+    assert found["no executor"].startswith("RuntimeError: CASCADE_LAB_TARGET is set, and nothing here executes")
+    assert found["both modes"].startswith(
+        "RuntimeError: CASCADE_LAB_TARGET executes compiled code, but TRITON_INTERPRET=1"
+    )
+    assert found["environment sm_120"].startswith("ValueError: target: expected one of sm_80, sm_90, given 'sm_120'")
+    assert found["environment h100"].startswith("ValueError: CASCADE_LAB_TARGET: expected one of sm_75, sm_80")
 
 
 def test_an_interpreted_process_is_told_how_to_start():
@@ -156,7 +162,7 @@ def test_an_interpreted_process_is_told_how_to_start():
 SCRIPT = """
 import torch
 from cascade_lab import merge_state, runtime
-{before}
+import cascade_lab.evidence
 o, lse = torch.full((3, 2, 16), 2.0), torch.zeros(3, 2)
 state = merge_state(o, lse, o, lse, backend="triton")
 print(runtime.triton_mode(), runtime.device(), runtime.device_reason(), runtime.provenance()["triton mode"], sep="; ")
@@ -164,41 +170,12 @@ print(state.o.unique().tolist(), round(float(state.lse.mean()), 4))
 """
 
 
-def started(before="import cascade_lab.evidence", **variables):
-    environment = {k: v for k, v in os.environ.items() if k not in (runtime.SWITCH, runtime.TARGET)}
-    environment |= {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)} | variables
-    command = [sys.executable, "-c", SCRIPT.format(before=before)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return done.stdout.splitlines() or done.stderr.strip().splitlines()[-1]
-
-
 def test_a_process_started_for_a_target_executes_every_call():
     """As a notebook does: the environment names the target, and importing the evidence brings the executor."""
-    mode, values = started(**{runtime.TARGET: "sm_90"})
+    environment = {k: v for k, v in os.environ.items() if k != runtime.SWITCH} | {runtime.TARGET: "sm_90"}
+    environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    mode, values = done.stdout.splitlines()
     assert mode == "executed; cpu; code compiled for sm_90 is executed on the CPU; executed for sm_90"
     assert values == "[2.0] 0.6931"
-
-
-@pytest.mark.parametrize(
-    ("variables", "before", "says"),
-    [
-        ({"CASCADE_LAB_TARGET": "sm_90"}, "", "RuntimeError: CASCADE_LAB_TARGET is set, and nothing here executes"),
-        (
-            {"CASCADE_LAB_TARGET": "sm_86"},
-            "import cascade_lab.evidence",
-            "ValueError: target: expected one of sm_80, sm_90",
-        ),
-        (
-            {"CASCADE_LAB_TARGET": "h100"},
-            "import cascade_lab.evidence",
-            "ValueError: CASCADE_LAB_TARGET: expected one of sm_75",
-        ),
-        (
-            {"CASCADE_LAB_TARGET": "sm_90", "TRITON_INTERPRET": "1"},
-            "import cascade_lab.evidence",
-            "RuntimeError: CASCADE_LAB_TARGET executes compiled code, but TRITON_INTERPRET=1 asks to interpret it",
-        ),
-    ],
-)
-def test_a_process_that_cannot_execute_says_why(variables, before, says):
-    assert started(before, **variables).startswith(says)
