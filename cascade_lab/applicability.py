@@ -8,11 +8,12 @@ it, with the law that holds instead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
-from cascade_lab.calibration import calibrate
-from cascade_lab.prefix import KINDS, _check_ratio, effective_hit, linear_remaining, remaining
-from cascade_lab.regions import Dense, Region, check_length
+from cascade_lab import _checks
+from cascade_lab.calibration import fit
+from cascade_lab.prefix import KINDS, effective_hit, linear_remaining, remaining
+from cascade_lab.regions import Dense, Region
 
 __all__ = ["Case", "Finding", "check_applicability"]
 
@@ -75,25 +76,24 @@ def check_applicability(case: Case | Mapping) -> list[Finding]:
         present.
 
     Raises:
-        ValueError: an empty case, lengths that are no integers in range, an unknown kind, or bad samples.
+        TypeError, ValueError: an empty case, lengths that are no integers in range, an unknown kind, or bad samples.
     """
     if not isinstance(case, Case):
         if not isinstance(case, Mapping):
-            raise ValueError(f"case: expected a Case or a mapping with its fields, given {case!r}")
+            raise TypeError(f"case: expected a Case or a mapping with its fields, given {case!r}")
         unknown = set(case) - {field.name for field in fields(Case)}
         if unknown or not {"n", "cached_blocks", "block_size"} <= set(case):
             raise ValueError(
                 f"case: expected n, cached_blocks, block_size and other fields of Case, given {sorted(map(str, case))}"
             )
         case = Case(**case)
-    check_length("n", case.n, 1)
-    check_length("block_size", case.block_size, 1)
-    check_length("kv_bytes_per_token", case.kv_bytes_per_token)
-    _check_ratio("tolerance", case.tolerance)
+    lows = {"n": 1, "block_size": 1, "kv_bytes_per_token": 0}
+    case = replace(case, **{name: _checks.integer(name, getattr(case, name), low) for name, low in lows.items()})
+    _checks.number("tolerance", case.tolerance, 0, 1)
     if not isinstance(case.region, Region):
-        raise ValueError(f"region: expected a region of cascade_lab.regions, given {case.region!r}")
+        raise TypeError(f"region: expected a region of cascade_lab.regions, given {case.region!r}")
     if not hasattr(case.cached_blocks, "__iter__"):
-        raise ValueError(f"cached_blocks: expected a sequence of bool, given {case.cached_blocks!r}")
+        raise TypeError(f"cached_blocks: expected a sequence of bool, given {case.cached_blocks!r}")
     blocks = [bool(found) for found in case.cached_blocks]
     if len(blocks) not in (case.n // case.block_size, -(-case.n // case.block_size)):
         raise ValueError(
@@ -150,7 +150,7 @@ def _contents(case: Case, hit: int) -> Finding:
 def _calibrated(case: Case, hit: int) -> Finding:
     if not len(case.samples):
         return Finding("calibrated kernel", False, "no samples of the kernel over (prefix, new tokens)", None)
-    fitted = calibrate(case.samples)
+    fitted = fit(case.samples)
     ratio = fitted.time(hit, case.n - hit) / fitted.time(0, case.n)
     law = float(remaining(case.n, hit))
     holds = fitted.cv_error <= case.tolerance and abs(ratio - law) <= case.tolerance

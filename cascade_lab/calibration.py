@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Calibration", "calibrate", "feature_errors"]
+from cascade_lab import _checks
+
+__all__ = ["Calibration", "feature_errors", "fit"]
 
 FOLDS = 5
 FEATURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -49,17 +51,23 @@ class Calibration:
     cv_error: float
 
     def time(self, prefix: int, new: int) -> float:
-        """Predicted time of `new` tokens over a cached prefix."""
+        """Predicted time of `new` tokens over a cached prefix.
+
+        Raises:
+            TypeError, ValueError: a number of tokens that is no integer >= 0.
+        """
+        prefix, new = _checks.integer("prefix", prefix, 0), _checks.integer("new", new, 0)
         coefficients = (self.c, self.gamma, self.b, self.a, self.r, self.floor)
         return float(_predict(coefficients, _design("square", _table([(prefix, new, 1.0)])))[0])
 
 
-def calibrate(samples: Iterable[tuple[float, float, float]]) -> Calibration:
+def fit(samples: Iterable[tuple[float, float, float]]) -> Calibration:
     """Fit the three forms to (L, x, t) samples and return the one with the smallest cross-validated error.
 
     The floor and the square form have one more coefficient and must win by more than a tenth of the error to be taken.
 
     Raises:
+        TypeError: something else than numbers in a sample.
         ValueError: fewer than 8 samples, a number that is NaN, negative or (x, t) zero, or samples without any prefix:
             they cannot tell gamma and the rectangle from anything.
     """
@@ -75,7 +83,7 @@ def feature_errors(samples: Iterable[tuple[float, float, float]]) -> dict[str, f
     Says which region a kernel executes: the triangle it needs, the whole rectangle, or only the new tokens.
 
     Raises:
-        ValueError: as `calibrate`.
+        TypeError, ValueError: as `fit`.
     """
     data = _check(samples)
     errors = {}
@@ -87,12 +95,13 @@ def feature_errors(samples: Iterable[tuple[float, float, float]]) -> dict[str, f
 
 def _table(samples: Iterable[tuple[float, float, float]]) -> np.ndarray:
     rows = []
-    for i, row in enumerate(samples):
+    for i, row in enumerate(samples.tolist() if hasattr(samples, "tolist") else samples):
         try:
             prefix, new, seconds = row
-            rows.append((float(prefix), float(new), float(seconds)))
         except (TypeError, ValueError):
-            raise ValueError(f"samples: expected (prefix, new tokens, time), given {row!r} in row {i}") from None
+            given = _checks.shown(row)
+            raise ValueError(f"samples: expected (prefix, new tokens, time), given {given} in row {i}") from None
+        rows.append(tuple(float(_checks.number(f"samples[{i}]", x)) for x in (prefix, new, seconds)))
     return np.asarray(rows, dtype=np.float64)
 
 
@@ -162,19 +171,19 @@ def _with_floor(design: np.ndarray, t: np.ndarray) -> np.ndarray:
     return best if best is not None else _nonnegative(design, t)
 
 
-def _cross_validate(data: np.ndarray, design: np.ndarray, fit) -> float:
+def _cross_validate(data: np.ndarray, design: np.ndarray, solve) -> float:
     t = data[:, 2]
     fold = np.arange(len(t)) % FOLDS
     errors = np.empty(len(t))
     for k in range(FOLDS):
         held = fold == k
-        errors[held] = _predict(fit(design[~held], t[~held]), design[held]) / t[held] - 1
+        errors[held] = _predict(solve(design[~held], t[~held]), design[held]) / t[held] - 1
     return float(np.sqrt((errors**2).mean()))
 
 
 def _fit_form(form: str, data: np.ndarray) -> Calibration:
-    fit = _with_floor if form == "floor" else _nonnegative
+    solve = _with_floor if form == "floor" else _nonnegative
     design = _design(form, data)
-    *linear, floor = (float(x) for x in fit(design, data[:, 2]))
+    *linear, floor = (float(x) for x in solve(design, data[:, 2]))
     c, gamma, b, a, r = linear if form == "square" else [*linear, 0.0]
-    return Calibration(form, c, gamma, b, a, r, floor, _cross_validate(data, design, fit))
+    return Calibration(form, c, gamma, b, a, r, floor, _cross_validate(data, design, solve))

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cascade_lab import _wire, paging, runtime
-from cascade_lab.attention import check_heads
-from cascade_lab.levels import Level, cascade_attention, check_at_least, check_plan
+from cascade_lab import _checks, _wire, paging, runtime
+from cascade_lab._passes import check_heads
+from cascade_lab.levels import Level, _checked_plan, cascade_attention
 from cascade_lab.sharding import (
     Shard,
     _check_counted_once,
@@ -43,7 +43,7 @@ from cascade_lab.sharding import (
     held_tokens,
     ring_levels,
 )
-from cascade_lab.states import OUT_DTYPES, State, check_state, merge_state, merge_states
+from cascade_lab.states import _OUT_DTYPES, State, _check_state, merge_state, merge_states
 
 __all__ = [
     "ALGORITHMS",
@@ -131,9 +131,10 @@ def merge_bytes(
         TypeError, ValueError: a size that is no number of states, a rank outside the group, an unknown mode, or
             "scatter" with heads that W does not divide.
     """
-    _check_rank(rank, world_size)
-    for name, size, low in (("T", T, 0), ("H", H, 0), ("D", D, 1)):
-        check_at_least(name, size, low)
+    rank, world_size = _check_rank(rank, world_size)
+    T, H, D = _checks.integer("T", T, 0), _checks.integer("H", H, 0), _checks.integer("D", D, 1)
+    dtypes = (("wire_dtype", wire_dtype), ("out_dtype", out_dtype), ("lse_dtype", lse_dtype))
+    wire_dtype, out_dtype, lse_dtype = (_checks.dtype(name, x) for name, x in dtypes)
     return _merge_bytes(T, H, D, world_size, mode, wire_dtype, out_dtype, lse_dtype, rank)
 
 
@@ -174,7 +175,7 @@ class LocalCache:
             ValueError: a cache in other pages than the plan's, or without some of them.
         """
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            runtime.check_is_tensor(name, x)
+            _checks.tensor(name, x)
             if x.dim() != 4 or (len(shard.page_ids) and x.shape[1] != shard.page_size):
                 raise ValueError(
                     f"{name}: expected [num_pages, page_size, H_kv, D] in the plan's pages of {shard.page_size}, "
@@ -303,7 +304,7 @@ def ring_attention(
 
     def check() -> dict[str, object]:
         for name, x, heads in (("q", q, "H_q, D"), ("k", k, "H_kv, D"), ("v", v, "H_kv, D_v")):
-            runtime.check_is_tensor(name, x)
+            _checks.tensor(name, x)
             if x.dim() != 3 or not x.is_contiguous():
                 raise ValueError(f"{name}: expected a contiguous [T, {heads}], given {tuple(x.shape)}, {x.stride()}")
         rank, world_size = _wire.place(group)
@@ -393,7 +394,7 @@ def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, back
             raise TypeError(f"state: expected State(o, lse), given {type(state).__name__}")
         made.append((State(*state), *_check_options(State(*state), group, mode, algorithm, wire_dtype, out_dtype)))
         (o, lse), wire, out, chosen = made[0]
-        if runtime.pick_backend(backend, o) == "triton" and torch.float64 in (o.dtype, lse.dtype, wire, out):
+        if runtime._pick_backend(backend, o) == "triton" and torch.float64 in (o.dtype, lse.dtype, wire, out):
             raise TypeError(
                 f"state: expected no float64 with backend='triton', given o {o.dtype}, lse {lse.dtype}, "
                 f"wire_dtype {wire}, out_dtype {out}"
@@ -406,7 +407,7 @@ def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, back
 
     _agree(check, group, where)
     (o, lse), wire, out, chosen = made[0]
-    backend = runtime.pick_backend(backend, o)
+    backend = runtime._pick_backend(backend, o)
     name = (group or dist.group.WORLD).group_name
     if torch.compiler.is_compiling():
         return State(*_merge_op(o, lse, name, mode, chosen, wire, out, backend))
@@ -416,7 +417,7 @@ def _merge(make, where: str, group, mode, algorithm, wire_dtype, out_dtype, back
 def _check_options(state: State, group, mode, algorithm, wire_dtype, out_dtype) -> tuple[torch.dtype, torch.dtype, str]:
     """(wire dtype, output dtype, algorithm) with the defaults filled in."""
     o, lse = state
-    check_state("o", o, "lse", lse)
+    _check_state("o", o, "lse", lse)
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, given {mode!r}")
     if algorithm not in ALGORITHMS:
@@ -424,7 +425,7 @@ def _check_options(state: State, group, mode, algorithm, wire_dtype, out_dtype) 
     if wire_dtype is None:
         wire_dtype = torch.promote_types(o.dtype, torch.float32) if algorithm == "reduce" else o.dtype
     out_dtype = o.dtype if out_dtype is None else out_dtype
-    for name, dtype, known in (("wire_dtype", wire_dtype, WIRE_DTYPES), ("out_dtype", out_dtype, OUT_DTYPES)):
+    for name, dtype, known in (("wire_dtype", wire_dtype, WIRE_DTYPES), ("out_dtype", out_dtype, _OUT_DTYPES)):
         if dtype not in known:
             raise TypeError(f"{name}: expected one of {known}, given {dtype}")
     (T, H, D), world_size = o.shape, _wire.place(group)[1]
@@ -452,16 +453,15 @@ def _check_each_key_once(plan, q, local_cache: LocalCache, levels, replicated, g
         nonlocal rectangles
         own = plan()
         k_cache, page_ids = local_cache.k_cache, local_cache.page_ids
-        runtime.check_is_tensor("q", q)
-        check_heads(q, k_cache, local_cache.v_cache, runtime.pick_backend(backend, q))
+        check_heads(q, k_cache, local_cache.v_cache, backend)
         num_pages, page_size, num_kv_heads = k_cache.shape[:3]
-        runtime.check_is_tensor("local_cache.page_ids", page_ids)
+        _checks.tensor("local_cache.page_ids", page_ids)
         if page_ids.shape != (num_pages,) or page_ids.dtype != torch.int64:
             raise ValueError(
                 f"local_cache.page_ids: expected [num_pages] = [{num_pages}] int64, given "
                 f"{tuple(page_ids.shape)} {page_ids.dtype}"
             )
-        check_plan(levels)
+        _checked_plan(levels)
         for i, level in enumerate(levels):
             try:
                 if page_size % level.page_size:
@@ -493,7 +493,7 @@ def _digest(levels: Sequence[Level], page_ids: Tensor, page_size: int) -> str:
         for name in ("tree_mask", "tail_seqlens"):
             x = getattr(level, name)
             if x is not None:
-                runtime.check_is_tensor(name, x)
+                _checks.tensor(name, x)
                 told += x.cpu().numpy().tobytes()
     return f"digest {zlib.crc32(told):08x}"
 

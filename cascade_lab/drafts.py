@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cascade_lab import paging
-from cascade_lab.levels import Level, check_at_least
+from cascade_lab import _checks, paging
+from cascade_lab.levels import Level
 
 __all__ = ["CopiedTails", "DraftTree", "PLANS", "ROWS", "VerifyBatch", "VirtualRequests"]
 
@@ -73,15 +73,13 @@ class DraftTree:
     @classmethod
     def branches(cls, topk: int, steps: int) -> DraftTree:
         """`topk` disjoint chains of `steps` nodes, branch-major: node b * steps + s is step s of branch b."""
-        check_at_least("topk", topk, 1)
-        check_at_least("steps", steps, 1)
+        topk, steps = _checks.integer("topk", topk, 1), _checks.integer("steps", steps, 1)
         return cls(-1 if s == 0 else b * steps + s - 1 for b in range(topk) for s in range(steps))
 
     @classmethod
     def chain(cls, n: int) -> DraftTree:
         """One chain of `n` nodes."""
-        check_at_least("n", n, 1)
-        return cls(range(-1, n - 1))
+        return cls(range(-1, _checks.integer("n", n, 1) - 1))
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[Hashable]]) -> DraftTree:
@@ -132,10 +130,11 @@ class DraftTree:
         """Nodes above node `i`, from the prefix down, `i` excluded.
 
         Raises:
-            ValueError: no such node.
+            TypeError, ValueError: no such node.
         """
-        if not hasattr(i, "__index__") or not 0 <= i < self.size:
-            raise ValueError(f"i: expected a node from 0 to {self.size - 1}, given {i!r}")
+        i = _checks.integer("i", i)
+        if not 0 <= i < self.size:
+            raise ValueError(f"i: expected a node from 0 to {self.size - 1}, given {i}")
         return tuple(int(node) for node in self._paths[i][: self._path_lens[i] - 1])
 
     @cached_property
@@ -153,8 +152,7 @@ class DraftTree:
 
     def positions(self, prefix_len: int) -> torch.Tensor:
         """`[size]` int64 positions in the sequence: prefix_len + number of ancestors; siblings share one."""
-        check_at_least("prefix_len", prefix_len, 0)
-        return prefix_len - 1 + torch.from_numpy(self._path_lens)
+        return _checks.integer("prefix_len", prefix_len, 0) - 1 + torch.from_numpy(self._path_lens)
 
     def dense_mask(self, prefix_len: int = 0) -> torch.Tensor:
         """`[size, prefix_len + size]` bool, true where a node sees a key.
@@ -162,8 +160,7 @@ class DraftTree:
         With prefix_len = 0 it is the draft square (SGLang's QLEN_ONLY), with the prefix its FULL_MASK, and flattened
         over a batch FlashInfer's custom_mask.
         """
-        check_at_least("prefix_len", prefix_len, 0)
-        prefix = torch.ones(self.size, prefix_len, dtype=torch.bool)
+        prefix = torch.ones(self.size, _checks.integer("prefix_len", prefix_len, 0), dtype=torch.bool)
         return torch.cat((prefix, torch.from_numpy(self._visible)), dim=1)
 
     def packed_mask(self, prefix_len: int = 0) -> torch.Tensor:
@@ -184,6 +181,7 @@ class DraftTree:
         Raises:
             ValueError: another number of slots.
         """
+        _checks.tensor("slots", slots)
         if slots.shape != (self.size,):
             raise ValueError(f"slots: expected one per node, [{self.size}], given shape {tuple(slots.shape)}")
         order = np.where(self._paths >= 0, self._paths, self.size)
@@ -295,24 +293,22 @@ class VerifyBatch:
                 raise TypeError(f"{name}: expected a sequence, one per request, given {given!r}")
         if len(prefix_lens) != len(trees):
             raise ValueError(f"trees: expected one per request ({len(prefix_lens)}), given {len(trees)}")
-        for r, (length, tree) in enumerate(zip(prefix_lens, trees, strict=True)):
-            check_at_least(f"prefix_lens[{r}]", length, 0)
+        prefix_lens = _checks.integer_list("prefix_lens", prefix_lens)
+        for r, tree in enumerate(trees):
             if tree is not None and not isinstance(tree, DraftTree):
                 raise TypeError(f"trees: expected DraftTree or None, given {type(tree).__name__} for request {r}")
-        for name, n in (("page_size", page_size), ("shared_prefix_len", shared_prefix_len), ("num_pages", num_pages)):
-            if isinstance(n, bool) or not (hasattr(n, "__index__") or (n is None and name == "num_pages")):
-                raise TypeError(f"{name}: expected an integer, given {n!r}")
+        page_size = _checks.integer("page_size", page_size, 1)
+        shared_prefix_len = _checks.integer("shared_prefix_len", shared_prefix_len)
+        num_pages = None if num_pages is None else _checks.integer("num_pages", num_pages)
         self.trees = tuple(trees)
-        self.page_size = page_size = int(page_size)
+        self.page_size = page_size
         self.rows = rows
-        self.shared_prefix_len = shared_prefix_len = int(shared_prefix_len)
+        self.shared_prefix_len = shared_prefix_len
         self.device = torch.device(device)
-        self._prefix = np.asarray([int(n) for n in prefix_lens], np.int64)
+        self._prefix = np.asarray(prefix_lens, np.int64)
         self._nodes = np.asarray([0 if tree is None else tree.size for tree in trees], np.int64)
         tokens = self._prefix + self._nodes
         shortest = int(self._prefix.min()) if len(self._prefix) else 0
-        if page_size < 1:
-            raise ValueError(f"page_size: expected a number >= 1, given {page_size}")
         if not 0 <= shared_prefix_len <= shortest or shared_prefix_len % page_size:
             raise ValueError(
                 f"shared_prefix_len: expected a multiple of page_size = {page_size} up to the shortest prefix "
@@ -389,12 +385,12 @@ class VerifyBatch:
 
     def prefix_slots(self, r: int) -> torch.Tensor:
         """Flat slots (page x page_size + offset) of request r's prefix tokens, `[prefix_len]` int64."""
-        self._check_request(r)
+        r = self._check_request(r)
         return paging.token_slots(self.page_table, r, int(self._prefix[r]), self.page_size)
 
     def draft_slots(self, r: int) -> torch.Tensor:
         """Flat slots of request r's draft nodes in storage order, `[size]` int64; empty without a tree."""
-        self._check_request(r)
+        r = self._check_request(r)
         both = paging.token_slots(self.page_table, r, int(self._prefix[r] + self._nodes[r]), self.page_size)
         return both[int(self._prefix[r]) :]
 
@@ -486,9 +482,7 @@ class VerifyBatch:
 
     def _take(self, page_table: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
         """An engine's table: wide enough, pages apart where nothing is declared shared and equal where it is."""
-        if not isinstance(page_table, torch.Tensor) or page_table.dtype != torch.int32:
-            given = page_table.dtype if isinstance(page_table, torch.Tensor) else type(page_table).__name__
-            raise TypeError(f"page_table: expected an int32 tensor, given {given}")
+        _checks.tensor("page_table", page_table, dtypes=(torch.int32,))
         pages = -(-tokens // self.page_size)
         widest = int(pages.max()) if len(pages) else 0
         if page_table.dim() != 2 or page_table.shape[0] != len(tokens) or page_table.shape[1] < widest:
@@ -624,6 +618,8 @@ class VerifyBatch:
     def _to_tensor(self, values: np.ndarray, dtype: type = np.int32) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype, copy=False)).to(self.device)
 
-    def _check_request(self, r: int) -> None:
+    def _check_request(self, r: int) -> int:
+        r = _checks.integer("r", r)
         if not 0 <= r < len(self.trees):
             raise ValueError(f"r: expected a request from 0 to {len(self.trees) - 1}, given {r}")
+        return r

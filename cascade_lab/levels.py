@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from cascade_lab import paging, runtime
-from cascade_lab.attention import check_heads, check_pass, run_passes
+from cascade_lab import _checks, paging, runtime
+from cascade_lab._passes import check_heads, check_pass, run_passes
+from cascade_lab.backends import Call
 from cascade_lab.states import State
 
 __all__ = ["Ledger", "Level", "cascade_attention", "ledger"]
@@ -97,9 +98,7 @@ def cascade_attention(
     Two levels are the cascade of FlashInfer (Ye et al., 2024) and the shared-prefix attention of Hydragen (Juravsky et
     al., 2024, arXiv:2402.05099).
     """
-    runtime.check_is_tensor("q", q)
-    backend = runtime.pick_backend(backend, q)
-    check_heads(q, k_cache, v_cache, backend)
+    backend = check_heads(q, k_cache, v_cache, backend)
     if window_size not in (None, (-1, -1), [-1, -1], (None, None)):
         raise ValueError(
             f"window_size: expected (-1, -1), for a window moves with each row and levels are shared by rows, "
@@ -126,16 +125,7 @@ def cascade_attention(
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
-    return run_passes(
-        q,
-        passes,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        num_splits=num_splits,
-        out_dtype=out_dtype,
-        reads=reads,
-        backend=backend,
-    )
+    return run_passes(q, passes, Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend))
 
 
 def _check_levels(levels: Sequence[Level]) -> None:
@@ -156,12 +146,12 @@ def _at_granularity(
     Pages may lie further apart than they are long, as when K and V interleave in one allocation; the view then counts
     the gap in pages too, and the table is renumbered.
     """
-    coarse, fine = k_cache.shape[1], level.page_size
-    if isinstance(fine, bool) or not isinstance(fine, int) or fine < 1 or coarse % fine:
+    coarse, fine = k_cache.shape[1], _checks.integer("page_size", level.page_size)
+    if fine < 1 or coarse % fine:
         raise ValueError(f"page_size: expected a divisor of the cache's page size {coarse}, given {fine!r}")
     if fine == coarse:
         return k_cache, v_cache, level.page_table
-    runtime.check_is_tensor("page_table", level.page_table)
+    _checks.tensor("page_table", level.page_table)
     caches = (k_cache, v_cache)
     if len(k_cache) <= 1 or all(x.stride(0) == coarse * x.stride(1) for x in caches):
         k, v = (x.view(len(x) * coarse // fine, fine, *x.shape[2:]) for x in caches)
@@ -215,19 +205,16 @@ class Ledger:
         the keys, less what lies above the diagonal when causal. It equals kv_tokens when one tile holds a request's
         rows; for many rows of a causal pass it goes with the pairs.
         """
-        check_at_least("block_m", block_m, 1)
+        block_m = _checks.integer("block_m", block_m, 1)
         group = self.num_q_heads // self.num_kv_heads
         return sum(shape.tile_tokens(block_m, group) for shape in self._passes)
 
     def kv_bytes(self, head_dim: int, dtype: torch.dtype, head_dim_v: int | None = None) -> int:
         """kv_tokens x KV heads x (head_dim + head_dim_v) x itemsize; head_dim_v defaults to head_dim."""
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        check_at_least("head_dim", head_dim, 1)
-        check_at_least("head_dim_v", head_dim_v, 1)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype: expected a torch.dtype, given {dtype!r}")
-        width = int(head_dim) + int(head_dim_v)
-        return self.kv_tokens * self.num_kv_heads * width * dtype.itemsize
+        head_dim = _checks.integer("head_dim", head_dim, 1)
+        head_dim_v = head_dim if head_dim_v is None else _checks.integer("head_dim_v", head_dim_v, 1)
+        itemsize = _checks.dtype("dtype", dtype).itemsize
+        return self.kv_tokens * self.num_kv_heads * (head_dim + head_dim_v) * itemsize
 
 
 @dataclass(frozen=True)
@@ -265,17 +252,10 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         TypeError, ValueError: no level, levels of different rows, lengths beyond a table, or head counts that do not
             divide.
     """
-    check_at_least("num_kv_heads", num_kv_heads, 1)
-    check_at_least("num_q_heads", num_q_heads, 1)
-    num_q_heads, num_kv_heads = int(num_q_heads), int(num_kv_heads)
-    if num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"num_q_heads: expected a positive multiple of num_kv_heads = {num_kv_heads}, given {num_q_heads}"
-        )
-    check_plan(levels)
+    num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     parts, spans = [], []
-    for level in levels:
+    for level in _checked_plan(levels):
         shape, span = _shape(level), _slot_spans(level)
         spans.append(span)
         parts.append(
@@ -301,16 +281,16 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
     )
 
 
-def check_plan(levels: Sequence[Level]) -> None:
-    """Raise as `ledger` does unless these are levels over the same rows whose offsets, tables and lengths agree.
+def _checked_plan(levels: Sequence[Level]) -> list[Level]:
+    """Levels over the same rows whose offsets, tables and lengths agree, page sizes as Python's integers.
 
     Masks and page ids are not looked at.
     """
     _check_levels(levels)
-    first = levels[0]
+    first, checked = levels[0], []
     for i, level in enumerate(levels):
         try:
-            _check_counts(level)
+            checked.append(_checked_counts(level))
             if level.cu_seqlens_q[-1] != first.cu_seqlens_q[-1]:
                 raise ValueError(
                     f"cu_seqlens_q: expected the {int(first.cu_seqlens_q[-1])} rows of levels[0], "
@@ -318,21 +298,14 @@ def check_plan(levels: Sequence[Level]) -> None:
                 )
         except (TypeError, ValueError) as error:
             raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
+    return checked
 
 
-def check_at_least(name: str, n: int, low: int) -> None:
-    """Raise TypeError or ValueError naming the argument unless `n` is an integer >= low."""
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
-        raise TypeError(f"{name}: expected an integer, given {n!r}")
-    if n < low:
-        raise ValueError(f"{name}: expected a number >= {low}, given {n}")
-
-
-def _check_counts(level: Level) -> None:
-    """Refuse offsets that do not rise from 0, and lengths that the page table cannot hold."""
+def _checked_counts(level: Level) -> Level:
+    """The level, whose offsets have to rise from 0 and whose lengths the page table has to hold."""
     for name in ("cu_seqlens_q", "page_table", "cache_seqlens"):
-        runtime.check_is_tensor(name, getattr(level, name))
-    check_at_least("page_size", level.page_size, 1)
+        _checks.tensor(name, getattr(level, name))
+    page_size = _checks.integer("page_size", level.page_size, 1)
     cu, keys, table = level.cu_seqlens_q.cpu(), level.cache_seqlens.cpu(), level.page_table
     if cu.dim() != 1 or len(cu) == 0 or cu[0] != 0 or (cu.diff() < 0).any():
         raise ValueError(f"cu_seqlens_q: expected offsets rising from 0, given {cu.tolist()}")
@@ -341,13 +314,14 @@ def _check_counts(level: Level) -> None:
             f"page_table, cache_seqlens: expected [R, max_pages] and [R] for R = {len(cu) - 1} requests, "
             f"given shapes {tuple(table.shape)} and {tuple(keys.shape)}"
         )
-    outside = (keys < 0) | (keys > table.shape[1] * level.page_size)
+    outside = (keys < 0) | (keys > table.shape[1] * page_size)
     if outside.any():
         r = int(outside.int().argmax())
         raise ValueError(
-            f"cache_seqlens: expected 0 to {table.shape[1] * level.page_size} tokens ({table.shape[1]} pages of "
-            f"{level.page_size}), given {int(keys[r])} for request {r}"
+            f"cache_seqlens: expected 0 to {table.shape[1] * page_size} tokens ({table.shape[1]} pages of "
+            f"{page_size}), given {int(keys[r])} for request {r}"
         )
+    return level if type(level.page_size) is int else replace(level, page_size=page_size)
 
 
 def _shape(level: Level) -> PassShape:

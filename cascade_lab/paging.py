@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from cascade_lab import _checks
 
 __all__ = [
     "branch_capacity",
@@ -25,8 +28,15 @@ __all__ = [
 ]
 
 
-def pages_needed(length: int | torch.Tensor, page_size: int) -> int | torch.Tensor:
-    """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor."""
+def pages_needed(length: int | torch.Tensor | np.ndarray, page_size: int) -> int | torch.Tensor | np.ndarray:
+    """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor or array.
+
+    Raises:
+        TypeError, ValueError: a length that is no integer >= 0 (elements are not looked at), a page size below 1.
+    """
+    page_size = _checks.integer("page_size", page_size, 1)
+    if not isinstance(length, (torch.Tensor, np.ndarray)):
+        length = _checks.integer("length", length, 0)
     return (length + page_size - 1) // page_size
 
 
@@ -42,19 +52,23 @@ def build_page_table(lengths: Sequence[int], page_size: int, *, first_page: int 
         `[R, max_pages]` int32; entries that no token needs are -1.
 
     Raises:
-        ValueError: a negative length, or a page size below 1.
+        TypeError, ValueError: lengths or a first page that are no integers >= 0, or a page size that is none >= 1.
     """
-    _check_page_size(page_size)
-    if any(n < 0 for n in lengths):
-        raise ValueError(f"lengths: expected numbers >= 0, given {list(lengths)}")
-    pages = torch.tensor([pages_needed(n, page_size) for n in lengths], dtype=torch.int64)
+    page_size = _checks.integer("page_size", page_size, 1)
+    first_page = _checks.integer("first_page", first_page, 0)
+    pages = pages_needed(torch.tensor(_checks.integer_list("lengths", lengths), dtype=torch.int64), page_size)
     column = torch.arange(int(pages.max()) if len(pages) else 0)
     table = first_page + (pages.cumsum(0) - pages)[:, None] + column
     return torch.where(column < pages[:, None], table, -1).to(torch.int32)
 
 
 def dense_page_table(batch: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Page table `[batch, 1]` int32 that reads a dense `[B, L, H_kv, D]` tensor as a cache of one page per request."""
+    """Page table `[batch, 1]` int32 that reads a dense `[B, L, H_kv, D]` tensor as a cache of one page per request.
+
+    Raises:
+        TypeError, ValueError: a batch that is no integer >= 0.
+    """
+    batch = _checks.integer("batch", batch, 0)
     return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
 
 
@@ -62,9 +76,11 @@ def token_slots(page_table: torch.Tensor, row: int, length: int, page_size: int)
     """Flat slots `page * page_size + offset` of the first `length` tokens of one row, `[length]` int64.
 
     Raises:
-        ValueError: the row names too few pages for `length`.
+        TypeError, ValueError: no such row, a page size below 1, or a row that names too few pages for `length`.
     """
-    _check_page_size(page_size)
+    page_size, length = _checks.integer("page_size", page_size, 1), _checks.integer("length", length)
+    _checks.tensor("page_table", page_table, "[R, max_pages]")
+    row = _checks.integer("row", row, 0, len(page_table) - 1)
     if not 0 <= length <= page_table.shape[1] * page_size:
         raise ValueError(
             f"length: expected 0 to {page_table.shape[1] * page_size} tokens for {page_table.shape[1]} pages "
@@ -79,8 +95,13 @@ def branch_capacity(prefix_len: int, branches: int, steps: int, page_size: int) 
 
     branches x ceil((prefix_len mod page_size + steps) / page_size) x page_size: the tail is the part of the prefix that
     does not fill a page, and one branch may own its original.
+
+    Raises:
+        TypeError, ValueError: numbers that are no integers >= 0, or a page size that is none >= 1.
     """
-    _check_page_size(page_size)
+    page_size = _checks.integer("page_size", page_size, 1)
+    given = (("prefix_len", prefix_len), ("branches", branches), ("steps", steps))
+    prefix_len, branches, steps = (_checks.integer(name, n, 0) for name, n in given)
     return branches * pages_needed(prefix_len % page_size + steps, page_size) * page_size
 
 
@@ -97,8 +118,13 @@ def shared_prefix_len(
         cache_seqlens: `[R]` int32, tokens in each row.
         computed_lens: `[R]` int32, tokens whose keys are already in the cache.
         page_size: tokens per page.
+
+    Raises:
+        TypeError, ValueError: other shapes, or a page size that is no integer >= 1.
     """
-    _check_page_size(page_size)
+    page_size = _checks.integer("page_size", page_size, 1)
+    for name, x in (("page_table", page_table), ("cache_seqlens", cache_seqlens), ("computed_lens", computed_lens)):
+        _checks.tensor(name, x)
     if page_table.dim() != 2 or not page_table.shape[0] == len(cache_seqlens) == len(computed_lens):
         raise ValueError(
             f"page_table, cache_seqlens, computed_lens: expected [R, max_pages], [R], [R], given "
@@ -126,9 +152,12 @@ def page_table_from_csr(
         (`[R, max_pages]` int32 padded by -1, `[R]` int32 cache_seqlens = (pages - 1) x page_size + last_page_len).
 
     Raises:
-        ValueError: offsets that do not rise from 0 to len(indices), or a last_page_len outside its range.
+        TypeError, ValueError: offsets that do not rise from 0 to len(indices), a last_page_len outside its range, or a
+            page size that is no integer >= 1.
     """
-    _check_page_size(page_size)
+    page_size = _checks.integer("page_size", page_size, 1)
+    for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+        _checks.tensor(name, x)
     pages = indptr.diff()
     if indptr.dim() != 1 or len(indptr) == 0 or indptr[0] != 0 or indptr[-1] != len(indices) or (pages < 0).any():
         raise ValueError(
@@ -153,9 +182,9 @@ def page_table_to_csr(
     """FlashInfer's (indptr, indices, last_page_len), all int32, from a page table; inverse of `page_table_from_csr`.
 
     Raises:
-        ValueError: a length that its row cannot hold.
+        TypeError, ValueError: a length that its row cannot hold, or a page size that is no integer >= 1.
     """
-    _check_page_size(page_size)
+    page_size = _checks.integer("page_size", page_size, 1)
     check_page_table(page_table, cache_seqlens, torch.iinfo(torch.int32).max, page_size)
     pages = pages_needed(cache_seqlens, page_size)
     used = torch.arange(page_table.shape[1], device=page_table.device) < pages[:, None]
@@ -168,8 +197,9 @@ def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(k_cache, v_cache) as views of FlashInfer's NHD cache `[num_pages, 2, page_size, H_kv, D]`. No copy.
 
     Raises:
-        ValueError: another rank, or a second dim that is not 2.
+        TypeError, ValueError: no tensor, another rank, or a second dim that is not 2.
     """
+    _checks.tensor("kv_cache", kv_cache)
     if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
         raise ValueError(f"kv_cache: expected [num_pages, 2, page_size, H_kv, D], given shape {tuple(kv_cache.shape)}")
     return kv_cache[:, 0], kv_cache[:, 1]
@@ -177,6 +207,8 @@ def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int, page_size: int) -> None:
     """Raise ValueError unless every length fits its row and every page that is read exists. Reads the values back."""
+    page_size = _checks.integer("page_size", page_size, 1)
+    num_pages = _checks.integer("num_pages", num_pages, 0)
     capacity = page_table.shape[1] * page_size
     wrong = (cache_seqlens < 0) | (cache_seqlens > capacity)
     if wrong.any():
@@ -196,8 +228,3 @@ def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_
             f"page_table: expected page ids from 0 to {num_pages - 1}, given {int(page_table[r, column])} "
             f"for request {r}, page {column}"
         )
-
-
-def _check_page_size(page_size: int) -> None:
-    if page_size < 1:
-        raise ValueError(f"page_size: expected a number >= 1, given {page_size}")

@@ -16,13 +16,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Real
 
 import torch
 
-from cascade_lab import paging
+from cascade_lab import _checks, paging
 from cascade_lab.levels import Level
-from cascade_lab.regions import check_hit, check_length, triangle
+from cascade_lab.regions import triangle
 
 __all__ = [
     "ENGINE_RULES",
@@ -54,32 +53,29 @@ def interactions(n: int, hit: int = 0) -> int:
     Additive over any chunking, and per request: pairs of a batch are the sum of its requests' pairs.
 
     Raises:
-        ValueError: a length that is not an integer >= 0, or a hit above n.
+        TypeError: a length that is not an integer. ValueError: a negative one, or a hit above n.
     """
-    check_length("n", n)
-    check_length("hit", hit)
-    if hit > n:
-        raise ValueError(f"hit: expected at most n = {n}, given {hit}")
-    return triangle(int(n)) - triangle(int(hit))
+    n, hit = _lengths(n, hit, 0)
+    return triangle(n) - triangle(hit)
 
 
 def remaining(n: int, hit: int) -> Fraction:
     """Fraction of the interactions left: 1 - hit (hit + 1) / (n (n + 1)), exact.
 
     Raises:
-        ValueError: n < 1, or a hit that is not an integer from 0 to n.
+        TypeError: not integers. ValueError: n < 1, or a hit outside 0 to n.
     """
-    check_hit(n, hit)
-    return 1 - Fraction(triangle(int(hit)), triangle(int(n)))
+    n, hit = _lengths(n, hit)
+    return 1 - Fraction(triangle(hit), triangle(n))
 
 
 def remaining_limit(h: float) -> float:
     """The limit of `remaining` for long prompts: 1 - h^2.
 
     Raises:
-        ValueError: h outside [0, 1], or NaN.
+        TypeError: not a number. ValueError: h outside [0, 1], or NaN.
     """
-    _check_ratio("h", h)
+    h = _checks.number("h", h, 0, 1)
     return 1 - h * h
 
 
@@ -87,10 +83,10 @@ def linear_remaining(n: int, hit: int) -> Fraction:
     """Fraction of the token-linear work left: (n - hit) / n, exact.
 
     Raises:
-        ValueError: as `remaining`.
+        TypeError, ValueError: as `remaining`.
     """
-    check_hit(n, hit)
-    return Fraction(int(n) - int(hit), int(n))
+    n, hit = _lengths(n, hit)
+    return Fraction(n - hit, n)
 
 
 def remaining_scattered(n: int, intervals: Sequence[tuple[int, int]]) -> Fraction:
@@ -104,20 +100,18 @@ def remaining_scattered(n: int, intervals: Sequence[tuple[int, int]]) -> Fractio
         intervals: half-open, 0-based [start, stop) runs of cached tokens; runs may touch or overlap.
 
     Raises:
-        ValueError: n < 1, or a run outside 0 <= start <= stop <= n.
+        TypeError, ValueError: n < 1, or a run outside 0 <= start <= stop <= n.
     """
-    check_length("n", n, 1)
-    n, runs = int(n), []
+    n, runs = _checks.integer("n", n, 1), []
     for interval in intervals:
         try:
             start, stop = interval
         except (TypeError, ValueError):
-            raise ValueError(f"intervals: expected (start, stop) pairs, given {interval!r}") from None
-        check_length("intervals", start)
-        check_length("intervals", stop)
+            raise ValueError(f"intervals: expected (start, stop) pairs, given {_checks.shown(interval)}") from None
+        start, stop = (_checks.integer("intervals", x, 0) for x in (start, stop))
         if not start <= stop <= n:
             raise ValueError(f"intervals: expected 0 <= start <= stop <= n = {n}, given [{start}, {stop})")
-        runs.append((int(start), int(stop)))
+        runs.append((start, stop))
     saved, reach = 0, 0
     for start, stop in sorted(runs):
         start = max(start, reach)
@@ -146,20 +140,18 @@ def executed_tiles(n: int, hit: int, block_m: int, block_n: int, group: int = 1,
         The exact count, in a number of steps that grows with log(n).
 
     Raises:
-        ValueError: a hit that is not an integer from 0 to n, or another number that is no integer >= 1.
+        TypeError, ValueError: a hit that is not an integer from 0 to n, or another number that is no integer >= 1.
     """
-    check_hit(n, hit)
-    for name, value in (("block_m", block_m), ("block_n", block_n), ("group", group)):
-        check_length(name, value, 1)
-    n, hit, block_m, block_n, group = (int(value) for value in (n, hit, block_m, block_n, group))
+    n, hit = _lengths(n, hit)
+    block_m, block_n = _checks.integer("block_m", block_m, 1), _checks.integer("block_n", block_n, 1)
+    group = _checks.integer("group", group, 1)
+    window = None if window is None else _checks.integer("window", window, 1)
     tiles, unit = -(-(n - hit) * group // block_m), group * block_n
     if tiles == 0:
         return 0
     behind = _floor_sum(tiles - 1, block_m, hit * group + block_m + unit - 1, unit) + -(-n // block_n)
     if window is None:
         return behind
-    check_length("window", window, 1)
-    window = int(window)
     # tiles in front: floor((first row + hit + 1 - window) / block_n), counted from where that is not negative
     start = (hit + 1 - window) * group
     skipped = max(0, -(start // block_m)) if start < 0 else 0
@@ -196,14 +188,12 @@ def effective_hit(cached_tokens: int, n: int, page_size: int = 1, *, rule: str =
         rule: "whole pages", or "never the last page" for an engine that recomputes the last full page of a prompt.
 
     Raises:
-        ValueError: a length that is not an integer in range, or an unknown rule.
+        TypeError, ValueError: a length that is not an integer in range, or an unknown rule.
     """
-    check_length("cached_tokens", cached_tokens)
-    check_length("n", n, 1)
-    check_length("page_size", page_size, 1)
+    cached_tokens, n = _checks.integer("cached_tokens", cached_tokens, 0), _checks.integer("n", n, 1)
+    page_size = _checks.integer("page_size", page_size, 1)
     if rule not in ENGINE_RULES:
         raise ValueError(f"rule: expected one of {ENGINE_RULES}, given {rule!r}")
-    cached_tokens, n, page_size = int(cached_tokens), int(n), int(page_size)
     hit = min(cached_tokens, n - 1) // page_size * page_size
     return hit if rule == "whole pages" else min(hit, max(0, n // page_size - 1) * page_size)
 
@@ -232,15 +222,18 @@ def prefix_hit_levels(
         Levels for `cascade_attention` and `ledger`, rows packed by request.
 
     Raises:
-        ValueError: hits that are not integers from 0 to N, or numbers of requests that differ.
+        TypeError, ValueError: hits that are not integers from 0 to N, numbers of requests that differ, or a page size
+            below 1.
     """
-    if len(prompt_lens) != len(hits):
-        raise ValueError(f"hits: expected one per request ({len(prompt_lens)}), given {len(hits)}")
-    for n, hit in zip(prompt_lens, hits, strict=True):
-        check_hit(n, hit)
-    lengths, found = [int(n) for n in prompt_lens], [int(hit) for hit in hits]
+    page_size = _checks.integer("page_size", page_size, 1)
+    lengths, found = _checks.integer_list("prompt_lens", prompt_lens, 1), _checks.integer_list("hits", hits)
+    if len(lengths) != len(found):
+        raise ValueError(f"hits: expected one per request ({len(lengths)}), given {len(found)}")
+    for n, hit in zip(lengths, found, strict=True):
+        _lengths(n, hit)
     if page_table is None:
         page_table = paging.build_page_table(lengths, page_size).to(device)
+    _checks.tensor("page_table", page_table)
     pages = paging.pages_needed(max(lengths, default=0), page_size)
     if page_table.dim() != 2 or len(page_table) != len(lengths) or page_table.shape[1] < pages:
         raise ValueError(
@@ -283,8 +276,8 @@ def scale_breakdown(
         The same buckets scaled, and "total".
 
     Raises:
-        ValueError: a bucket without a kind or of an unknown one, "other" without a factor, a bucket said to mix kinds,
-            a cost that is negative or not finite, or n and hit out of range.
+        TypeError, ValueError: a bucket without a kind or of an unknown one, "other" without a factor, a bucket said to
+            mix kinds, a cost that is negative or not finite, or n and hit out of range.
     """
     if not breakdown:
         raise ValueError("breakdown: expected at least one bucket, given none")
@@ -294,7 +287,8 @@ def scale_breakdown(
         raise ValueError(f"kinds: expected the buckets of breakdown, none of them 'total', given {extra}")
     scaled = {}
     for name, cost in breakdown.items():
-        _check_cost(name, cost)
+        if not 0 <= _checks.number(f"breakdown[{name!r}]", cost) < math.inf:
+            raise ValueError(f"breakdown[{name!r}]: expected a finite cost >= 0, given {cost!r}")
         scaled[name] = float(cost) * _factor(name, kinds.get(name), factors)
     return scaled | {"total": math.fsum(scaled.values())}
 
@@ -306,6 +300,7 @@ def uniform_scaling_errors(
 
     Rules: "bucketed", "uniform 1-h", "uniform 1-h^2".
     """
+    n, hit = _lengths(n, hit)
     bucketed = scale_breakdown(breakdown, kinds, n, hit)["total"]
     whole = math.fsum(breakdown.values())
     totals = {
@@ -363,11 +358,10 @@ def hand_over(
         cache_present: False when the hit's bytes still have to be loaded.
 
     Raises:
-        ValueError: as `effective_hit`, or a negative number.
+        TypeError, ValueError: as `effective_hit`, or a negative number.
     """
-    check_length("replay_tokens", replay_tokens)
-    check_length("kv_bytes_per_token", kv_bytes_per_token)
-    n, replay_tokens, kv_bytes_per_token = int(n), int(replay_tokens), int(kv_bytes_per_token)
+    n, replay_tokens = _checks.integer("n", n, 1), _checks.integer("replay_tokens", replay_tokens, 0)
+    kv_bytes_per_token = _checks.integer("kv_bytes_per_token", kv_bytes_per_token, 0)
     found = effective_hit(cached_tokens, n, page_size, rule=rule)
     hit = max(0, found - replay_tokens)
     return PrefillTerms(
@@ -393,14 +387,12 @@ def _floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
     return total
 
 
-def _check_ratio(name: str, h: float) -> None:
-    if isinstance(h, bool) or not isinstance(h, Real) or not 0 <= h <= 1:
-        raise ValueError(f"{name}: expected a number in [0, 1], given {h!r}")
-
-
-def _check_cost(name: str, cost: float) -> None:
-    if isinstance(cost, bool) or not isinstance(cost, Real) or not 0 <= cost < math.inf:
-        raise ValueError(f"breakdown[{name!r}]: expected a finite cost >= 0, given {cost!r}")
+def _lengths(n: int, hit: int, low: int = 1) -> tuple[int, int]:
+    """A prompt of at least `low` tokens and a hit of at most so many."""
+    n, hit = _checks.integer("n", n, low), _checks.integer("hit", hit, 0)
+    if hit > n:
+        raise ValueError(f"hit: expected at most n = {n}, given {hit}")
+    return n, hit
 
 
 def _factor(name: str, kind, factors: Mapping[str, float]) -> float:
@@ -413,9 +405,9 @@ def _factor(name: str, kind, factors: Mapping[str, float]) -> float:
     if kind not in KINDS:
         raise ValueError(f"kinds[{name!r}]: expected one of {KINDS}, given {kind!r}")
     if kind == "other":
-        if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], Real):
+        if len(given) != 1:
             raise ValueError(f"kinds[{name!r}]: expected ('other', factor) with a number, given {(kind, *given)}")
-        if not 0 <= given[0] < math.inf:
+        if not 0 <= _checks.number(f"kinds[{name!r}]", given[0]) < math.inf:
             raise ValueError(f"kinds[{name!r}]: expected a finite factor >= 0, given {given[0]!r}")
         return float(given[0])
     if given:

@@ -10,12 +10,13 @@ Every method takes Python integers of any size, or NumPy int64 arrays element by
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+
+from cascade_lab import _checks
 
 __all__ = [
     "CSA",
@@ -45,7 +46,7 @@ class Region:
         """v(t): keys that row t >= 1 sees, itself included.
 
         Raises:
-            ValueError: t below 1, or not an integer.
+            TypeError: not an integer. ValueError: t below 1.
         """
         return self._visible(self._counts("t", t, 1, self._visible))
 
@@ -53,7 +54,7 @@ class Region:
         """F(n) = v(1) + ... + v(n) for n >= 0; an array whose sums pass 64 bits comes back as Python integers.
 
         Raises:
-            ValueError: n below 0, or not an integer.
+            TypeError: not an integer. ValueError: n below 0.
         """
         return self._total(self._counts("n", n, 0, self._total))
 
@@ -61,9 +62,9 @@ class Region:
         """1 - F(hit) / F(n): an exact Fraction for integers, float64 for arrays.
 
         Raises:
-            ValueError: n < 1, a hit that is not an integer from 0 to n, or a prompt whose rows see no key at all.
+            TypeError: not integers. ValueError: n < 1, a hit outside 0 to n, or a prompt whose rows see no key at all.
         """
-        check_hit(n, hit)
+        n, hit = _check_hit(n, hit)
         whole, saved = self.total(n), self.total(hit)
         if np.any(np.asarray(whole) == 0):
             raise ValueError(f"n: expected a prompt long enough for its rows to see a key, given {n}")
@@ -77,8 +78,9 @@ class Region:
         It is inf where the hit rows see no key, so that nothing is saved.
 
         Raises:
-            ValueError: as `remaining`, and for a hit of 0 or n, where every p fits.
+            TypeError, ValueError: as `remaining`, and for a hit of 0 or n, where every p fits.
         """
+        n, hit = _checks.integer("n", n, 1), _checks.integer("hit", hit, 0)
         left = self.remaining(n, hit)
         if not 0 < hit < n:
             raise ValueError(f"hit: expected a number strictly between 0 and {n}, given {hit}")
@@ -95,9 +97,9 @@ class Region:
 
         A rule's intermediate values stay within four times its result, or come from parameters alone.
         """
-        check_length(name, n, low)
+        n = _checks.integers(name, n, low)
         if not isinstance(n, np.ndarray):
-            return operator.index(n)
+            return n
         wide = n.size > 0 and (self._largest() >= 2**31 or 4 * rule(int(n.max())) >= 2**63)
         return n.astype(object) if wide else n.astype(np.int64)
 
@@ -107,8 +109,7 @@ class Region:
     def _check(self, **lows: int) -> None:
         """Refuse parameters that are no integers of at least `lows`, and keep them as Python's, which never wrap."""
         for name, low in lows.items():
-            check_length(name, getattr(self, name), low)
-            object.__setattr__(self, name, operator.index(getattr(self, name)))
+            object.__setattr__(self, name, _checks.integer(name, getattr(self, name), low))
 
 
 def triangle(n: Count) -> Count:
@@ -116,28 +117,14 @@ def triangle(n: Count) -> Count:
     return n * (n + 1) // 2
 
 
-def check_length(name: str, n: Count, low: int = 0) -> None:
-    """Raise ValueError naming the value unless `n` is an integer (or an array of them) >= low."""
-    if isinstance(n, np.ndarray):
-        if n.dtype.kind not in "iu":
-            raise ValueError(f"{name}: expected integers, given an array of {n.dtype}")
-        if n.size and n.min() < low:
-            raise ValueError(f"{name}: expected numbers >= {low}, given {int(n.min())}")
-        return
-    if isinstance(n, (bool, np.bool_)) or not hasattr(n, "__index__"):
-        raise ValueError(f"{name}: expected an integer, given {n!r}")
-    if n < low:
-        raise ValueError(f"{name}: expected a number >= {low}, given {n}")
-
-
-def check_hit(n: Count, hit: Count) -> None:
-    """Raise ValueError naming the value unless n >= 1 and 0 <= hit <= n, all integers."""
-    check_length("n", n, 1)
-    check_length("hit", hit)
+def _check_hit(n: Count, hit: Count) -> tuple[Count, Count]:
+    """n >= 1 and 0 <= hit <= n, all integers."""
+    n, hit = _checks.integers("n", n, 1), _checks.integers("hit", hit)
     if np.any(hit > n):
         first = (np.asarray(hit) > np.asarray(n)).argmax()
         given = np.broadcast_arrays(hit, n)
         raise ValueError(f"hit: expected at most n = {given[1].flat[first]}, given {given[0].flat[first]}")
+    return n, hit
 
 
 def _least(a: Count, b: Count) -> Count:
@@ -359,11 +346,11 @@ class Mixture(Region):
     def __post_init__(self):
         if not self.parts:
             raise ValueError("parts: expected at least one (weight, region), given none")
-        for weight, region in self.parts:
-            check_length("weight", weight, 1)
+        parts = tuple((_checks.integer("weight", weight, 1), region) for weight, region in self.parts)
+        for _, region in parts:
             if not isinstance(region, Region):
-                raise ValueError(f"parts: expected (weight, region) pairs, given {region!r} for a region")
-        object.__setattr__(self, "parts", tuple((operator.index(weight), region) for weight, region in self.parts))
+                raise TypeError(f"parts: expected (weight, region) pairs, given {_checks.shown(region)} for a region")
+        object.__setattr__(self, "parts", parts)
 
     def _largest(self) -> int:
         return max(max(weight, region._largest()) for weight, region in self.parts)
@@ -376,7 +363,13 @@ class Mixture(Region):
 
 
 def deepseek_sparse(*, core_flops: int, indexer_flops: int, k: int = 2048) -> Mixture:
-    """DeepSeek Sparse Attention (V3.2): top-k core and the dense indexer that picks for it, by FLOPs per pair."""
+    """DeepSeek Sparse Attention (V3.2): top-k core and the dense indexer that picks for it, by FLOPs per pair.
+
+    Raises:
+        TypeError, ValueError: a number that is no integer >= 1.
+    """
+    core_flops = _checks.integer("core_flops", core_flops, 1)
+    indexer_flops = _checks.integer("indexer_flops", indexer_flops, 1)
     return Mixture(((core_flops, TopK(k)), (indexer_flops, Dense())))
 
 
@@ -399,6 +392,11 @@ class MLA:
     nope: int = 128
     value: int = 128
 
+    def __post_init__(self):
+        for name in ("heads", "latent", "rope", "nope", "value"):
+            low = 0 if name == "rope" else 1
+            object.__setattr__(self, name, _checks.integer(name, getattr(self, name), low))
+
     @property
     def expanded_flops(self) -> int:
         """FLOPs per pair, all heads, with keys and values expanded per head: 2 (nope + rope + value) each."""
@@ -416,7 +414,7 @@ class MLA:
 
     def token_bytes(self, itemsize: int = 2) -> int:
         """Cached bytes per token and layer."""
-        return (self.latent + self.rope) * itemsize
+        return (self.latent + self.rope) * _checks.integer("itemsize", itemsize, 1)
 
     def prefill_flops(self, n: int, hit: int) -> dict[str, int]:
         """FLOPs of one layer's attention for the rows after the hit: pairs and re-expansion in either mode.
@@ -424,8 +422,8 @@ class MLA:
         Returns:
             {"expanded": ..., "expansion": of the hit's cached tokens, "absorbed": ...}.
         """
-        check_hit(n, hit)
-        n, hit = operator.index(n), operator.index(hit)
+        n, hit = _checks.integer("n", n, 1), _checks.integer("hit", hit, 0)
+        _check_hit(n, hit)
         pairs = triangle(n) - triangle(hit)
         return {
             "expanded": pairs * self.expanded_flops,

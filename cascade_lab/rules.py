@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cascade_lab import _checks
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.trigger import DeviceModel, should_cascade
 
@@ -18,8 +19,12 @@ __all__ = ["RuleRow", "flashinfer_rule", "rule_table", "sglang_rule", "vllm_rule
 
 
 def sglang_rule(topk: int, *, sliding_window: bool = False) -> bool:
-    """SGLang's FlashAttention-3 backend in target verification: topk > 1 and no sliding-window layer. Nothing else."""
-    return topk > 1 and not sliding_window
+    """SGLang's FlashAttention-3 backend in target verification: topk > 1 and no sliding-window layer. Nothing else.
+
+    Raises:
+        TypeError, ValueError: a topk that is no integer >= 0.
+    """
+    return _checks.integer("topk", topk, 0) > 1 and not sliding_window
 
 
 def vllm_rule(
@@ -43,9 +48,18 @@ def vllm_rule(
         common_prefix_len: tokens shared by all running requests, capped here by the smallest of computed_lens and
             floored to whole blocks.
         query_lens: query tokens per request.
+
+    Raises:
+        TypeError, ValueError: lengths that are no integers >= 0, other numbers that are none >= 1, or head counts that
+            do not divide.
     """
+    common_prefix_len = _checks.integer("common_prefix_len", common_prefix_len, 0)
+    query_lens = _checks.integer_list("query_lens", query_lens)
+    num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
+    num_sms, block_size = _checks.integer("num_sms", num_sms, 1), _checks.integer("block_size", block_size, 1)
+    decode_context_parallel = _checks.integer("decode_context_parallel", decode_context_parallel, 1)
     if computed_lens is not None:
-        common_prefix_len = min((common_prefix_len, *computed_lens))
+        common_prefix_len = min((common_prefix_len, *_checks.integer_list("computed_lens", computed_lens)))
     common = common_prefix_len // block_size * block_size
     requests = len(query_lens)
     if common < 256 or alibi or sliding_window or local_attention or requests < 8 or decode_context_parallel > 1:
@@ -69,9 +83,11 @@ def flashinfer_rule(packed_len: float, head_dim: int, *, step_fits: bool = True)
 
     Returns:
         (None, rows of the query tile).
+
+    Raises:
+        TypeError, ValueError: a packed_len that is no number >= 0, or a head_dim that is no integer from 1 to 511.
     """
-    if not 1 <= head_dim < 512:
-        raise ValueError(f"head_dim: expected 1 to 511, given {head_dim}")
+    packed_len, head_dim = _checks.number("packed_len", packed_len, 0), _checks.integer("head_dim", head_dim, 1, 511)
     if packed_len > 64 and head_dim < 256:
         return None, 128
     if packed_len > 16:
@@ -111,11 +127,17 @@ def rule_table(
 
     `speedup` is the predicted naive time over that of the cascade. vLLM knows requests only: every virtual request
     counts as one, and they share a prefix only if there is a single request (batch = 1).
+
+    Raises:
+        TypeError, ValueError: prefix lengths that are no integers >= 0, other numbers that are none >= 1, or arguments
+            that `should_cascade` refuses.
     """
+    num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
-    lengths, topks = tuple(prefix_lens), tuple(topks)
+    lengths, topks = _checks.integer_list("prefix_lens", prefix_lens), _checks.integer_list("topks", topks, 1)
+    steps, head_dim = _checks.integer("steps", steps, 1), _checks.integer("head_dim", head_dim, 1, 511)
     table = []
-    for size in batches:
+    for size in _checks.integer_list("batches", batches, 1):
         for topk in topks:
             for length in lengths:
                 batch = VerifyBatch([length] * size, [DraftTree.branches(topk, steps)] * size, rows=rows)

@@ -181,7 +181,7 @@ def _started() -> None:
     """The executor is at work."""
 
 
-def pick_backend(backend: str, tensor: torch.Tensor) -> str:
+def _pick_backend(backend: str, tensor: torch.Tensor) -> str:
     """Resolve "auto" by the device of `tensor`, and refuse a backend that cannot run there.
 
     Args:
@@ -198,11 +198,11 @@ def pick_backend(backend: str, tensor: torch.Tensor) -> str:
         backend = "triton" if tensor.device.type == "cuda" else "torch"
     # a compiler cannot trace an import, so there the operators' fakes ask
     if not torch.compiler.is_compiling():
-        require_backend(backend, tensor)
+        _require_backend(backend, tensor)
     return backend
 
 
-def require_backend(backend: str, tensor: torch.Tensor) -> None:
+def _require_backend(backend: str, tensor: torch.Tensor) -> None:
     """Raise RuntimeError when "triton" is missing or runs in a mode that cannot take the tensor's device."""
     if backend != "triton":
         return
@@ -217,12 +217,6 @@ def require_backend(backend: str, tensor: torch.Tensor) -> None:
             f"backend='triton' on {tensor.device.type} tensors runs in Triton's interpreter, but kernels are "
             f"compiled in this process; start Python with {SWITCH}=1, or use backend='torch'"
         )
-
-
-def check_is_tensor(name: str, x) -> None:
-    """Raise TypeError naming the argument unless `x` is a tensor."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, given {type(x).__name__}")
 
 
 def checks_enabled() -> bool:

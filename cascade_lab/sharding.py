@@ -20,9 +20,9 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from cascade_lab import paging, runtime
-from cascade_lab.levels import Ledger, Level, check_at_least, check_plan, ledger
-from cascade_lab.regions import Dense, Region, check_length
+from cascade_lab import _checks, paging
+from cascade_lab.levels import Ledger, Level, _checked_plan, ledger
+from cascade_lab.regions import Dense, Region
 
 __all__ = [
     "PAGE_LAYOUTS",
@@ -93,9 +93,9 @@ def shard_levels(
     Raises:
         TypeError, ValueError: an argument out of range, or a level that cannot be sharded.
     """
-    _check_rank(rank, world_size)
+    rank, world_size = _check_rank(rank, world_size)
     _check_layout(layout, PAGE_LAYOUTS)
-    check_plan(levels)
+    levels = _checked_plan(levels)
     replicated = _check_replicated(replicated, len(levels))
     page_size = max(level.page_size for level in levels)
     parts, kept = [], []
@@ -134,9 +134,9 @@ def _deal_level(level: Level, rank: int, world_size: int) -> Level:
     Raises:
         TypeError, ValueError: a rank outside the group, or a level whose offsets or lengths are no tensors.
     """
-    _check_rank(rank, world_size)
+    rank, world_size = _check_rank(rank, world_size)
     for name in ("cu_seqlens_q", "cache_seqlens"):
-        runtime.check_is_tensor(name, getattr(level, name))
+        _checks.tensor(name, getattr(level, name))
     requests = len(level.cache_seqlens)
     own = torch.arange(requests, device=level.cache_seqlens.device) % world_size == rank
     tails = level.tail_seqlens
@@ -153,10 +153,9 @@ def split_tokens(n: int, world_size: int, layout: str = "zigzag") -> tuple[Slice
     the split of *The Llama 3 herd of models* (2024), arXiv:2407.21783.
 
     Raises:
-        ValueError: n or world_size that is no integer or too small, or an unknown layout.
+        TypeError, ValueError: n or world_size that is no integer or too small, or an unknown layout.
     """
-    check_length("n", n)
-    check_length("world_size", world_size, 1)
+    n, world_size = _checks.integer("n", n, 0), _checks.integer("world_size", world_size, 1)
     _check_layout(layout, TOKEN_LAYOUTS)
     count = world_size if layout == "contiguous" else 2 * world_size
     slices = [(i * n // count, (i + 1) * n // count) for i in range(count)]
@@ -173,7 +172,7 @@ def rank_pairs(n: int, world_size: int, layout: str = "zigzag", region: Region |
         region: visible region of the rows; dense causal when absent.
 
     Raises:
-        ValueError: as `split_tokens`.
+        TypeError, ValueError: as `split_tokens`.
     """
     region = Dense() if region is None else region
     shares = split_tokens(n, world_size, layout)
@@ -184,10 +183,11 @@ def imbalance(pairs: Sequence[int]) -> Fraction:
     """Largest share over mean share, exact: 1 is balanced, W is everything on one rank.
 
     Raises:
-        ValueError: no rank, or no work at all.
+        TypeError, ValueError: counts that are no integers >= 0, no rank, or no work at all.
     """
+    pairs = _checks.integer_list("pairs", pairs)
     if not sum(pairs):
-        raise ValueError(f"pairs: expected some work on at least one rank, given {list(pairs)}")
+        raise ValueError(f"pairs: expected some work on at least one rank, given {pairs}")
     return Fraction(max(pairs) * len(pairs), sum(pairs))
 
 
@@ -211,8 +211,9 @@ def ring_levels(
     Raises:
         TypeError, ValueError: a rank outside the group, or as `split_tokens`.
     """
-    _check_rank(rank, world_size)
-    _check_rank(holder, world_size)
+    rank, world_size = _check_rank(rank, world_size)
+    holder, _ = _check_rank(holder, world_size, "holder")
+    prompt_lens = _checks.integer_list("prompt_lens", prompt_lens)
     shares = [split_tokens(n, world_size, layout) for n in prompt_lens]
     rows = [share[rank] for share in shares]
     cu = _offsets([stop - start for slices in rows for start, stop in slices])
@@ -282,8 +283,11 @@ def sharded_ledgers(
     Raises:
         TypeError, ValueError: as `shard_levels`, or bytes_sent of other than world_size ranks.
     """
-    check_at_least("world_size", world_size, 1)
-    sent = list(bytes_sent) if isinstance(bytes_sent, Sequence) else [bytes_sent] * world_size
+    world_size = _checks.integer("world_size", world_size, 1)
+    if isinstance(bytes_sent, Sequence):
+        sent = _checks.integer_list("bytes_sent", bytes_sent)
+    else:
+        sent = [_checks.integer("bytes_sent", bytes_sent, 0)] * world_size
     if len(sent) != world_size:
         raise ValueError(f"bytes_sent: expected one count for each of {world_size} ranks, given {len(sent)}")
     ledgers = []
@@ -309,7 +313,8 @@ def ring_ledgers(
     Raises:
         TypeError, ValueError: as `held_tokens`, or a negative bytes_per_token.
     """
-    check_at_least("bytes_per_token", bytes_per_token, 0)
+    bytes_per_token = _checks.integer("bytes_per_token", bytes_per_token, 0)
+    world_size = _checks.integer("world_size", world_size, 1)
     held = held_tokens(prompt_lens, world_size, layout)
     ledgers = []
     for rank in range(world_size):
@@ -340,7 +345,8 @@ def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: st
     Raises:
         TypeError, ValueError: a rank outside the group, or as `split_tokens`.
     """
-    _check_rank(rank, world_size)
+    rank, world_size = _check_rank(rank, world_size)
+    prompt_lens = _checks.integer_list("prompt_lens", prompt_lens)
     starts = _offsets(prompt_lens)
     shares = [split_tokens(n, world_size, layout)[rank] for n in prompt_lens]
     runs = [
@@ -359,7 +365,10 @@ def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: str = "zigz
     """
     if not isinstance(prompt_lens, Sequence):
         raise TypeError(f"prompt_lens: expected a sequence of token counts, given {type(prompt_lens).__name__}")
-    check_at_least("world_size", world_size, 1)
+    world_size, prompt_lens = (
+        _checks.integer("world_size", world_size, 1),
+        _checks.integer_list("prompt_lens", prompt_lens),
+    )
     _check_layout(layout, TOKEN_LAYOUTS)
     shares = [split_tokens(n, world_size, layout) for n in prompt_lens]
     return [sum(stop - start for share in shares for start, stop in share[rank]) for rank in range(world_size)]
@@ -373,13 +382,12 @@ def _check_replicated(replicated: Collection[int], num_levels: int) -> tuple[int
     """
     if isinstance(replicated, str) or not isinstance(replicated, Collection):
         raise TypeError(f"replicated: expected indices of levels, given {replicated!r}")
-    for i in replicated:
-        check_at_least("replicated", i, 0)
-        if i >= num_levels:
-            raise ValueError(f"replicated: expected indices below {num_levels}, the number of levels, given {i}")
-    if len(set(replicated)) != len(replicated):
-        raise ValueError(f"replicated: expected each level once, given {sorted(replicated)}")
-    return tuple(sorted(replicated))
+    indices = sorted(_checks.integer("replicated", i, 0) for i in replicated)
+    if indices and indices[-1] >= num_levels:
+        raise ValueError(f"replicated: expected indices below {num_levels}, the number of levels, given {indices[-1]}")
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"replicated: expected each level once, given {indices}")
+    return tuple(indices)
 
 
 def _key_rectangles(levels: Sequence[Level], page_ids: torch.Tensor, page_size: int) -> np.ndarray:
@@ -477,12 +485,12 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
     return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).tolist()
 
 
-def _check_rank(rank: int, world_size: int) -> None:
-    """Refuse, with TypeError or ValueError, a rank outside 0 to world_size - 1."""
-    check_at_least("world_size", world_size, 1)
-    check_at_least("rank", rank, 0)
+def _check_rank(rank: int, world_size: int, name: str = "rank") -> tuple[int, int]:
+    """A number of ranks >= 1, and a rank below it."""
+    world_size, rank = _checks.integer("world_size", world_size, 1), _checks.integer(name, rank, 0)
     if rank >= world_size:
-        raise ValueError(f"rank: expected a number below world_size = {world_size}, given {rank}")
+        raise ValueError(f"{name}: expected a number below world_size = {world_size}, given {rank}")
+    return rank, world_size
 
 
 def _check_layout(layout: str, known: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cascade_lab import runtime
+from cascade_lab import _checks, runtime
 
 __all__ = [
     "State",
@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 LN2 = math.log(2.0)
-OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_LSE_DTYPES = (torch.float32, torch.float64)
 
 
 class State(NamedTuple):
@@ -78,13 +79,13 @@ def merge_state(
 
     The formula is the combination step of blocked softmax: Milakov and Gimelshein (2018), arXiv:1805.02867.
     """
-    check_state("o_a", o_a, "lse_a", lse_a)
-    check_state("o_b", o_b, "lse_b", lse_b)
+    _check_state("o_a", o_a, "lse_a", lse_a)
+    _check_state("o_b", o_b, "lse_b", lse_b)
     _check_same("o_b", o_b, "o_a", o_a)
     out_dtype = _resolve_out_dtype(out, out_dtype, torch.promote_types(o_a.dtype, o_b.dtype))
     lse_dtype = torch.promote_types(lse_a.dtype, lse_b.dtype)
     inputs = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}
-    backend = runtime.pick_backend(backend, o_a)
+    backend = runtime._pick_backend(backend, o_a)
     _check_backend_dtypes(backend, inputs, out_dtype)
     _check_out("out", out, o_a.shape, out_dtype, o_a.device, inputs, unit_last_stride=True)
     _check_out("out_lse", out_lse, lse_a.shape, lse_dtype, o_a.device, inputs | {"out": out}, unit_last_stride=False)
@@ -123,9 +124,9 @@ def merge_states(
     Raises:
         TypeError, ValueError: as for `merge_state`.
     """
-    check_state("o", o, "lse", lse, layout=("T", "S", "H"))
+    _check_state("o", o, "lse", lse, layout="T, S, H")
     out_dtype = _resolve_out_dtype(None, out_dtype, o.dtype)
-    backend = runtime.pick_backend(backend, o)
+    backend = runtime._pick_backend(backend, o)
     _check_backend_dtypes(backend, {"o": o, "lse": lse}, out_dtype)
     merge = _merge_states_op if torch.compiler.is_compiling() else _MergeMany.apply
     return State(*merge(o, lse, out_dtype, backend))
@@ -133,25 +134,25 @@ def merge_states(
 
 def lse_from_base2(lse: torch.Tensor) -> torch.Tensor:
     """Natural-log lse from one in base 2 (log2 of the sum of exponentials, as FlashInfer returns it); any shape."""
-    _check_lse_dtype("lse", lse)
+    _checks.tensor("lse", lse, dtypes=_LSE_DTYPES)
     return lse * LN2
 
 
 def lse_to_base2(lse: torch.Tensor) -> torch.Tensor:
     """Base-2 lse from one in natural log; any shape."""
-    _check_lse_dtype("lse", lse)
+    _checks.tensor("lse", lse, dtypes=_LSE_DTYPES)
     return lse / LN2
 
 
 def lse_from_heads_first(lse: torch.Tensor) -> torch.Tensor:
     """`[T, H]` view of an `[H, T]` lse (the layout of flash-attention's packed calls and of vLLM). No copy."""
-    _check_tensor("lse", lse, ("H", "T"))
+    _checks.tensor("lse", lse, "[H, T]")
     return lse.transpose(0, 1)
 
 
 def lse_to_heads_first(lse: torch.Tensor) -> torch.Tensor:
     """`[H, T]` view of a `[T, H]` lse. No copy."""
-    _check_tensor("lse", lse, ("T", "H"))
+    _checks.tensor("lse", lse, "[T, H]")
     return lse.transpose(0, 1)
 
 
@@ -165,8 +166,8 @@ def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tens
     Raises:
         ValueError: the shapes do not fit, or a request has more than max_T rows.
     """
-    _check_tensor("lse", lse, ("B", "H", "max_T"))
-    _check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",))
+    _checks.tensor("lse", lse, "[B, H, max_T]")
+    _checks.tensor("cu_seqlens_q", cu_seqlens_q, "[B + 1]")
     lengths = cu_seqlens_q.diff()
     if len(lengths) != lse.shape[0] or (lengths > lse.shape[2]).any() or (lengths < 0).any():
         raise ValueError(
@@ -271,19 +272,19 @@ _merge_state_out_op = torch.library.custom_op(
 
 @_merge_state_op.register_fake
 def _(o_a, lse_a, o_b, lse_b, out_dtype, backend):
-    runtime.require_backend(backend, o_a)
+    runtime._require_backend(backend, o_a)
     return _new_pair(o_a, lse_a, lse_b, out_dtype)
 
 
 @_merge_states_op.register_fake
 def _(o, lse, out_dtype, backend):
-    runtime.require_backend(backend, o)
+    runtime._require_backend(backend, o)
     return _new_merged(o, lse, out_dtype)
 
 
 @_merge_state_out_op.register_fake
 def _(o_a, lse_a, o_b, lse_b, out, out_lse, backend):
-    runtime.require_backend(backend, o_a)
+    runtime._require_backend(backend, o_a)
 
 
 def _merge_torch(os, lses, o: torch.Tensor, lse: torch.Tensor) -> None:
@@ -324,39 +325,17 @@ def _merge_backward(o_s, lse_s, o, lse, grad_o, grad_lse):
     return (p[..., None] * grad_o).to(o_s.dtype), (p * (grad_lse + (grad_o * ahead).sum(-1))).to(lse_s.dtype)
 
 
-def _check_tensor(name: str, x, layout: tuple[str, ...]) -> None:
-    runtime.check_is_tensor(name, x)
-    if x.dim() != len(layout):
-        raise ValueError(f"{name}: expected [{', '.join(layout)}], given rank {x.dim()} with shape {tuple(x.shape)}")
-
-
-def _check_lse_dtype(name: str, lse: torch.Tensor) -> None:
-    runtime.check_is_tensor(name, lse)
-    if lse.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name}: expected float32 (or float64 on the torch backend), given {lse.dtype}")
-
-
-def check_state(o_name, o, lse_name, lse, layout=("T", "H")) -> None:
-    _check_tensor(o_name, o, (*layout, "D"))
-    _check_tensor(lse_name, lse, layout)
-    if o.dtype not in OUT_DTYPES:
-        raise TypeError(f"{o_name}: expected float32, float16, bfloat16 or float64, given {o.dtype}")
-    _check_lse_dtype(lse_name, lse)
+def _check_state(o_name, o, lse_name, lse, layout="T, H") -> None:
+    _checks.tensor(o_name, o, f"[{layout}, D]", dtypes=_OUT_DTYPES)
+    _checks.tensor(lse_name, lse, f"[{layout}]", dtypes=_LSE_DTYPES, like=(o_name, o))
     if lse.shape != o.shape[:-1]:
         raise ValueError(
-            f"{lse_name}: expected [{', '.join(layout)}] = {tuple(o.shape[:-1])} to match {o_name} {tuple(o.shape)}, "
+            f"{lse_name}: expected [{layout}] = {tuple(o.shape[:-1])} to match {o_name} {tuple(o.shape)}, "
             f"given {tuple(lse.shape)}"
         )
-    if lse.device != o.device:
-        raise ValueError(f"{lse_name}: expected device {o.device} as {o_name}, given {lse.device}")
     if o.shape[-1] < 1:
         raise ValueError(f"{o_name}: expected a head dim of at least 1, given shape {tuple(o.shape)}")
-    _check_unit_stride(o_name, o)
-
-
-def _check_unit_stride(name: str, x: torch.Tensor) -> None:
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name}: expected unit stride in the last dim, given strides {x.stride()}")
+    _checks.unit_stride(o_name, o)
 
 
 def _check_same(name, x, other_name, other) -> None:
@@ -374,8 +353,8 @@ def _resolve_out_dtype(out, out_dtype, default: torch.dtype) -> torch.dtype:
         out_dtype = out.dtype
     if out_dtype is None:
         return default
-    if out_dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype: expected float32, float16, bfloat16 or float64, given {out_dtype}")
+    if out_dtype not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype: expected {_checks.dtype_names(_OUT_DTYPES)}, given {out_dtype}")
     return out_dtype
 
 
@@ -391,13 +370,13 @@ def _check_out(name, out, shape, dtype, device, inputs, unit_last_stride) -> Non
     """`out` has this shape, dtype and device, does not overlap itself, and is apart from each input or all of it."""
     if out is None:
         return
-    runtime.check_is_tensor(name, out)
+    _checks.tensor(name, out)
     if out.shape != shape or out.device != device:
         raise ValueError(f"{name}: expected shape {tuple(shape)} on {device}, given {tuple(out.shape)} on {out.device}")
     if out.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, given {out.dtype}")
     if unit_last_stride:
-        _check_unit_stride(name, out)
+        _checks.unit_stride(name, out)
     if not _elements_apart(out):
         raise ValueError(f"{name}: expected distinct elements, given strides {out.stride()} that fold them together")
     if torch.compiler.is_compiling():

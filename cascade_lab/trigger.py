@@ -23,6 +23,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from cascade_lab import _checks
 from cascade_lab.backends.triton.config import splits_for, tile_for
 from cascade_lab.drafts import PLANS, ROWS, VerifyBatch
 from cascade_lab.levels import PassShape
@@ -69,7 +70,7 @@ class DeviceModel:
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "l2_bandwidth", "launch", "matmul_rate", "l2_bytes", "num_sms"):
-            value = getattr(self, name)
+            value = _checks.number(name, getattr(self, name))
             least = 1 if name == "num_sms" else 0
             if not math.isfinite(value) or value < least or (value == 0 and name not in ("launch", "l2_bytes")):
                 raise ValueError(f"{name}: expected a positive finite number, given {value}")
@@ -176,11 +177,12 @@ def should_cascade(
 
     Raises:
         ValueError: head counts that do not divide, a head dim below 1, or launches of an unknown plan.
-        TypeError: another batch or device model than a `VerifyBatch` and a `DeviceModel`.
+        TypeError: another batch or device model than a `VerifyBatch` and a `DeviceModel`, or numbers that are no
+            integers.
     """
-    for name, given, kind in (("batch", batch, VerifyBatch), ("device_model", device_model, DeviceModel)):
-        if not isinstance(given, kind):
-            raise TypeError(f"{name}: expected a {kind.__name__}, given {given!r}")
+    if not isinstance(batch, VerifyBatch):
+        raise TypeError(f"batch: expected a VerifyBatch, given {_checks.shown(batch)}")
+    _check_device(device_model)
     shape = _Shape.of(batch)
     heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
     predictions = _predict(shape, device_model, heads, launches)
@@ -234,10 +236,14 @@ def break_even_prefix(
 
     Lengths are doubled until the plan wins, then bisected; KV splits make times jump, so a plan may lose again shortly
     above. With topk = 1 the answer is None: there is nothing to share.
+
+    Raises:
+        TypeError, ValueError: numbers that are no integers in range, an unknown plan, or as `should_cascade`.
     """
-    for name, n in (("topk", topk), ("steps", steps), ("batch", batch)):
-        if n < 1:
-            raise ValueError(f"{name}: expected a number >= 1, given {n}")
+    topk, steps = _checks.integer("topk", topk, 1), _checks.integer("steps", steps, 1)
+    batch = _checks.integer("batch", batch, 1)
+    max_prefix = _checks.integer("max_prefix", max_prefix, 0)
+    _check_device(device_model)
     if rows not in ROWS:
         raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
     if plan not in ("cascade", "fused"):
@@ -289,15 +295,20 @@ def predict_branches(
         A Prediction per plan.
 
     Raises:
-        ValueError: a negative prefix, no branch, step or request, other rows, or as in `should_cascade`.
+        TypeError, ValueError: a negative prefix, no branch, step or request, other rows, or as in `should_cascade`.
     """
-    for name, n, least in (("prefix_len", prefix_len, 0), ("topk", topk, 1), ("steps", steps, 1), ("batch", batch, 1)):
-        if n < least:
-            raise ValueError(f"{name}: expected a number >= {least}, given {n}")
+    prefix_len, topk = _checks.integer("prefix_len", prefix_len, 0), _checks.integer("topk", topk, 1)
+    steps, batch = _checks.integer("steps", steps, 1), _checks.integer("batch", batch, 1)
+    _check_device(device_model)
     if rows not in ROWS:
         raise ValueError(f"rows: expected one of {ROWS}, given {rows!r}")
     heads = _Heads.check(num_q_heads, num_kv_heads, head_dim, head_dim_v, dtype)
     return _predict(_Shape.branches(prefix_len, topk, steps, batch, rows), device_model, heads, launches)
+
+
+def _check_device(device_model: DeviceModel) -> None:
+    if not isinstance(device_model, DeviceModel):
+        raise TypeError(f"device_model: expected a DeviceModel, given {_checks.shown(device_model)}")
 
 
 @dataclass(frozen=True)
@@ -312,15 +323,12 @@ class _Heads:
 
     @classmethod
     def check(cls, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, dtype) -> _Heads:
-        if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
-            raise ValueError(
-                f"num_q_heads: expected a positive multiple of num_kv_heads = {num_kv_heads}, given {num_q_heads}"
-            )
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        for name, n in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-            if n < 1:
-                raise ValueError(f"{name}: expected a number >= 1, given {n}")
-        return cls(num_q_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, dtype.itemsize)
+        num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
+        head_dim = _checks.integer("head_dim", head_dim, 1)
+        head_dim_v = head_dim if head_dim_v is None else _checks.integer("head_dim_v", head_dim_v, 1)
+        return cls(
+            num_q_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, _checks.dtype("dtype", dtype).itemsize
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -403,7 +411,8 @@ def _predict(
     unknown = set(launches or {}) - set(PLANS)
     if unknown:
         raise ValueError(f"launches: expected plans of {PLANS}, given {sorted(unknown)}")
-    return {plan: _predict_plan(shape, plan, device, heads, (launches or {}).get(plan)) for plan in PLANS}
+    launches = {plan: _checks.integer(f"launches[{plan!r}]", n, 0) for plan, n in (launches or {}).items()}
+    return {plan: _predict_plan(shape, plan, device, heads, launches.get(plan)) for plan in PLANS}
 
 
 def _predict_plan(shape: _Shape, plan: str, device: DeviceModel, heads: _Heads, launches: int | None) -> Prediction:
@@ -484,10 +493,18 @@ def calibrate(
         l2_bytes: size of the cache; as the driver reports it on CUDA, else 16 MiB, an assumption.
         matmul_size: side of the square product that gives the rate; 8192 on CUDA, 512 on CPU.
         dtype: of the product; bfloat16 on CUDA, float32 on CPU.
+        repeats: timings of each, at least 1.
 
     A copy reads and writes, so both count. On a CPU the per-call cost is that of a small torch operation, and num_sms
     is the number of torch's threads.
+
+    Raises:
+        TypeError, ValueError: sizes or repeats that are no integers >= 1, or another device.
     """
+    sizes = dict(large_bytes=large_bytes, small_bytes=small_bytes, l2_bytes=l2_bytes, matmul_size=matmul_size)
+    given = (None if n is None else _checks.integer(name, n, 1) for name, n in sizes.items())
+    large_bytes, small_bytes, l2_bytes, matmul_size = given
+    repeats = _checks.integer("repeats", repeats, 1)
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     if device.type not in ("cpu", "cuda"):

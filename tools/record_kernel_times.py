@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
-from cascade_lab.calibration import calibrate, feature_errors
+from cascade_lab.calibration import feature_errors, fit
 
 SOURCE = {
     "repository": "ai-dynamo/aiconfigurator",
@@ -123,7 +123,7 @@ def _kernel(key: tuple[str, ...], samples: list[Sample]) -> dict:
 
 
 def _fits(samples: list[Sample]) -> dict:
-    fitted = calibrate(samples)
+    fitted = fit(samples)
     coefficients = {name: _rounded(getattr(fitted, name)) for name in ("c", "gamma", "b", "a", "r", "floor")}
     return {
         "shapes": len(samples),

@@ -1,19 +1,20 @@
 """Implementations of one attention pass behind `cascade_lab.attention`: plain torch, and Triton kernels.
 
-Both take the same checked arguments, a `Pass`, and return the same `(o, lse)` state. No backend is imported here, so
-that a machine without Triton can load the torch backend.
+Each has one function `attend(q, passes, call)` that takes checked arguments and returns the state `(o, lse)` of all
+rows over the keys of all passes. No backend is imported here, so a machine without Triton can load the torch backend.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass with its arguments checked and filled in: what a backend runs. Causal is window right = 0."""
+    """One pass with its arguments checked and filled in: which rows read which keys. Causal is window right = 0."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -24,3 +25,17 @@ class Pass:
     window_size: tuple[int, int]
     tree_mask: Tensor | None
     tail_seqlens: Tensor | None
+
+
+class Call(NamedTuple):
+    """The options that all passes of a call share, as in `attention`; once they are checked, none is at its default.
+
+    A tuple, for it is made in every call and costs half of a frozen dataclass.
+    """
+
+    softmax_scale: float
+    softcap: float
+    num_splits: int | None
+    out_dtype: dtype
+    reads: Tensor | None
+    backend: str

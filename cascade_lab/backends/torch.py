@@ -12,19 +12,22 @@ maximum is larger only rescales what was there: with M = max(m, max_j s_j),
 Scores are kept in base 2 (log2 e is folded into q): on a CPU torch's exp2, unlike its exp, stays fast on arguments
 that underflow. The rows of the query heads that share a KV head are stacked, so one batched product per block
 serves the group and no key is repeated. No array of size T x L exists, forward or backward. Nothing here checks
-arguments; `cascade_lab.attention` has done that.
+arguments: `cascade_lab.attention` does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import threshold_
+
+from cascade_lab.backends import Call, Pass
+from cascade_lab.states import merge_states
 
 LOG2E = 1 / math.log(2)
 
@@ -36,25 +39,8 @@ BLOCK_TOKENS = 1 << 20
 MIN_BLOCK_KEYS = 64
 
 
-def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    window_size: tuple[int, int],
-    tree_mask: Tensor | None,
-    tail_seqlens: Tensor | None,
-    softcap: float,
-    num_splits: int | None,
-    out_dtype: torch.dtype,
-    reads: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """State of every query row over the cached keys its request names.
+def attend(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tensor]:
+    """State of every query row over the cached keys that the passes name.
 
     Shapes: q [T, H_q, D] with any strides; k_cache [P, page, H_kv, D] and v_cache [P, page, H_kv, D_v] with any
     strides and a unit last one; page_table [R, max_pages], cache_seqlens [R] and cu_seqlens_q [R + 1] int32.
@@ -69,30 +55,37 @@ def attention(
     num_splits is accepted and has no effect: a state does not depend on how its keys were cut, and cutting only
     helps a device with more idle processors than row blocks. max_seqlen_q has none either.
     """
-    o, lse, loaded = _Attention.apply(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        cache_seqlens,
-        cu_seqlens_q,
-        tree_mask,
-        tail_seqlens,
-        softmax_scale,
-        *window_size,
-        softcap,
-    )
-    if reads is not None:
-        reads.add_(loaded)
-    return o.to(out_dtype), lse
+    states = []
+    for one in passes:
+        o, lse, loaded = _Attention.apply(
+            q,
+            one.k_cache,
+            one.v_cache,
+            one.page_table,
+            one.cache_seqlens,
+            one.cu_seqlens_q,
+            one.tree_mask,
+            one.tail_seqlens,
+            *one.window_size,
+            call.softmax_scale,
+            call.softcap,
+        )
+        if call.reads is not None:
+            call.reads.add_(loaded)
+        states.append((o, lse))
+    if len(states) == 1:
+        return o.to(call.out_dtype), lse
+    o, lse = (torch.stack(parts, dim=1) for parts in zip(*states, strict=True))
+    return merge_states(o, lse, out_dtype=call.out_dtype, backend="torch")
 
 
 class _Attention(torch.autograd.Function):
-    """`_forward` with `_backward` as its derivative; all inputs but q and the caches are indices or constants."""
+    """`_forward` with `attention_backward` as its derivative, over the fields of a `Pass` and two numbers."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, int]:
-        return _forward(*args)
+    def forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, int]:
+        *fields, softmax_scale, softcap = rest
+        return _forward(q, _one_pass(*fields), softmax_scale, softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -108,71 +101,9 @@ class _Attention(torch.autograd.Function):
         return (*gradients, *(None for _ in range(9)))
 
 
-@torch.library.custom_op("cascade_lab::attention_backward", mutates_args=())
-def attention_backward(
-    needs: list[bool],
-    d_o: Tensor,
-    d_lse: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor,
-    tree_mask: Tensor | None,
-    tail_seqlens: Tensor | None,
-    softmax_scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k_cache and v_cache over one pass; an empty tensor for one that `needs` leaves out.
-
-    An operator, because its loops read lengths that a compiler does not know. (o, lse) may be the state over more
-    keys than the pass reads, with gradients to match: the result is then the pass's share.
-    """
-    d_o, d_lse, o = (x.to(lse.dtype) for x in (d_o, d_lse, o))
-    return _backward(
-        needs,
-        d_o,
-        d_lse,
-        o,
-        lse,
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        cache_seqlens,
-        cu_seqlens_q,
-        tree_mask,
-        tail_seqlens,
-        softmax_scale,
-        left,
-        right,
-        softcap,
-    )
-
-
-@attention_backward.register_fake
-def _(needs, d_o, d_lse, o, lse, q, k_cache, v_cache, *_rest):
-    return tuple(q.new_empty(x.shape if need else 0) for x, need in zip((q, k_cache, v_cache), needs, strict=True))
-
-
-def _refuse_second_derivative(ctx: Any, *_: Tensor) -> None:
-    raise RuntimeError("attention on the torch backend is once_differentiable: its gradient has no gradient")
-
-
-attention_backward.register_autograd(_refuse_second_derivative)
-
-
-def _forward(*args: Any) -> tuple[Tensor, Tensor, int]:
-    """o [T, H_q, D_v] and lse [T, H_q] in the working precision, and the tokens loaded per KV head.
-
-    Takes the arguments of `_plan`.
-    """
-    plan = _plan(*args)
+def _forward(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor, int]:
+    """o [T, H_q, D_v] and lse [T, H_q] in the working precision, and the tokens loaded per KV head."""
+    plan = _plan(q, one, softmax_scale, softcap)
     o = plan.q.new_empty(*plan.q.shape[:3], plan.values.dim, dtype=plan.dtype)
     lse = plan.q.new_empty(*plan.q.shape[:3], 1, dtype=plan.dtype)
     scratch = plan.scratch()
@@ -251,16 +182,38 @@ def _shaped(scratch: Tensor, *shape: int) -> Tensor:
     return scratch[: math.prod(shape)].view(shape)
 
 
-def _backward(
-    needs: list[bool], d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor, *args: Any
+@torch.library.custom_op("cascade_lab::attention_backward", mutates_args=())
+def attention_backward(
+    needs: list[bool],
+    d_o: Tensor,
+    d_lse: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    tree_mask: Tensor | None,
+    tail_seqlens: Tensor | None,
+    left: int,
+    right: int,
+    softmax_scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k_cache and v_cache, empty where not needed; args are those of `_plan`.
+    """Gradients of q, k_cache and v_cache over one pass; an empty tensor for one that `needs` leaves out.
+
+    An operator, because its loops read lengths that a compiler does not know. (o, lse) may be the state over more
+    keys than the pass reads, with gradients to match: the result is then the pass's share.
 
     Weights are recomputed as p = exp(s - lse). With d_p = d_o v^T the gradient of a score is
     p * (d_p - sum(d_o * o) + d_lse): the second term is what the normalisation takes back, the third is lse's own
     derivative. Slots that several requests read collect the sum of their gradients; slots that nobody reads get 0.
     """
-    plan = _plan(*args)
+    d_o, d_lse, o = (x.to(lse.dtype) for x in (d_o, d_lse, o))
+    one = _one_pass(k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, tree_mask, tail_seqlens, left, right)
+    plan = _plan(q, one, softmax_scale, softcap)
     need_q, need_k, need_v = needs
     d_q = plan.q.new_empty(plan.q.shape, dtype=plan.dtype)
     d_k = plan.q.new_zeros(plan.keys.cache.shape if need_k else 0, dtype=plan.dtype)
@@ -307,6 +260,18 @@ def _backward(
         d_q[tile.rows] = plan.unpacked(tile_d_q.mul_(plan.softmax_scale))
     d_q = d_q.flatten(1, 2) if need_q else d_q.new_empty(0)
     return d_q.to(plan.q.dtype), d_k.to(plan.q.dtype), d_v.to(plan.q.dtype)
+
+
+@attention_backward.register_fake
+def _(needs, d_o, d_lse, o, lse, q, k_cache, v_cache, *_rest):
+    return tuple(q.new_empty(x.shape if need else 0) for x, need in zip((q, k_cache, v_cache), needs, strict=True))
+
+
+def _refuse_second_derivative(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError("attention on the torch backend is once_differentiable: its gradient has no gradient")
+
+
+attention_backward.register_autograd(_refuse_second_derivative)
 
 
 def _accumulate(gradient: Tensor, slots: slice | Tensor, block: Tensor) -> None:
@@ -510,29 +475,23 @@ class _Plan:
                 yield _KeyBlock(self.keys.load(slots), self.values.load(slots), slots)
 
 
-def _plan(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor,
-    tree_mask: Tensor | None,
-    tail_seqlens: Tensor | None,
-    softmax_scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-) -> _Plan:
+def _one_pass(
+    k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, tree_mask, tail_seqlens, left: int, right: int
+) -> Pass:
+    """The pass that autograd or an operator took apart."""
+    return Pass(k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, 0, (left, right), tree_mask, tail_seqlens)
+
+
+def _plan(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> _Plan:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    page_size, num_kv_heads, value_dim = v_cache.shape[1:]
+    page_size, num_kv_heads, value_dim = one.v_cache.shape[1:]
     num_heads, head_dim = q.shape[1:]
     group = num_heads // num_kv_heads
 
-    bounds, lengths = cu_seqlens_q.tolist(), cache_seqlens.tolist()
+    bounds, lengths = one.cu_seqlens_q.tolist(), one.cache_seqlens.tolist()
     rows = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    tails = rows if tail_seqlens is None else tail_seqlens.tolist()
-    table = page_table.to("cpu")
+    tails = rows if one.tail_seqlens is None else one.tail_seqlens.tolist()
+    table, (left, right) = one.page_table.to("cpu"), one.window_size
     requests = [
         _Request(
             row=bounds[r],
@@ -541,7 +500,7 @@ def _plan(
             pages=table[r, : -(-lengths[r] // page_size)],
             left=left,
             right=right,
-            tree=None if tree_mask is None else tree_mask[bounds[r] : bounds[r + 1]],
+            tree=None if one.tree_mask is None else one.tree_mask[bounds[r] : bounds[r + 1]],
             tail=tails[r],
         )
         for r in range(len(lengths))
@@ -552,8 +511,8 @@ def _plan(
     capped = softcap > 0
     return _Plan(
         q=q.unflatten(1, (num_kv_heads, group)),
-        keys=_Cache(k_cache, max_tokens, dtype),
-        values=_Cache(v_cache, max_tokens, dtype),
+        keys=_Cache(one.k_cache, max_tokens, dtype),
+        values=_Cache(one.v_cache, max_tokens, dtype),
         requests=requests,
         block_shapes=block_shapes,
         dtype=dtype,

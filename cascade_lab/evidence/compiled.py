@@ -188,7 +188,8 @@ def _captured() -> Iterator[list[_Launch]]:
 
 
 def _attention_launches(work: Work, target: str) -> list[_Launch]:
-    from cascade_lab.attention import check_pass
+    from cascade_lab._passes import check_pass
+    from cascade_lab.backends import Call
     from cascade_lab.backends.triton import attention as kernels
 
     dtype = getattr(torch, work.dtype)
@@ -211,16 +212,9 @@ def _attention_launches(work: Work, target: str) -> list[_Launch]:
         causal=work.mask == "causal",
         tree_mask=mask,
     )
+    num_splits = 1 if work.mask == "causal" and work.num_splits is None else work.num_splits
     with runtime.pretend_target(runtime.TARGETS[target]), _captured() as launches:
-        kernels.run_passes(
-            q,
-            [one],
-            softmax_scale=work.head_dim**-0.5,
-            softcap=0.0,
-            num_splits=1 if work.mask == "causal" and work.num_splits is None else work.num_splits,
-            out_dtype=dtype,
-            reads=None,
-        )
+        kernels.attend(q, [one], Call(work.head_dim**-0.5, 0.0, num_splits, dtype, None, "triton"))
     return launches
 
 

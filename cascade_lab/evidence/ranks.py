@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from cascade_lab import _checks
 from cascade_lab.evidence.claims import AtLeast, AtMost, claim
-from cascade_lab.levels import check_at_least
 
 HEADER = "from __future__ import annotations\n"
 # One machine, no GPU: no host name to look up, kernels interpreted, one thread for each rank that shares the cores.
@@ -50,7 +50,7 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 90):
-        check_at_least("world_size", world_size, 1)
+        _checks.integer("world_size", world_size, 1)
         self.world_size, self.timeout, self._runs = world_size, timeout, 0
         self._place = tempfile.TemporaryDirectory(prefix="cascade-ranks-")
         self._folder = Path(self._place.name)

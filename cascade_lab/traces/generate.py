@@ -7,7 +7,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cascade_lab.traces.read import Request, _check_size
+from cascade_lab import _checks
+from cascade_lab.traces.read import Request
 
 Quantiles = Sequence[tuple[float, float]]
 
@@ -51,6 +52,11 @@ class Traffic:
     resized: Quantiles
     sessions_per_second: float
     max_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "system_tokens", "system_prompts", "max_turns", "max_tokens"):
+            low = 0 if name == "system_tokens" else 1
+            object.__setattr__(self, name, _checks.integer(name, getattr(self, name), low))
 
 
 _P = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -119,9 +125,9 @@ def generate(seed: int = 0, requests: int = 2000, *, traffic: Traffic = CONVERSA
         traffic: CONVERSATION, AGENTIC, or `dataclasses.replace` of one of them.
 
     Raises:
-        ValueError: a number of requests below 1, or one that is no integer.
+        TypeError, ValueError: a seed or a number of requests that is no integer, or fewer than 1 request.
     """
-    _check_size("requests", requests, 1)
+    requests, seed = _checks.integer("requests", requests, 1), _checks.integer("seed", seed)
     draw = random.Random(seed)
     size = traffic.block_size
     common = traffic.system_tokens // size

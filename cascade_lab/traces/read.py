@@ -9,6 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from cascade_lab import _checks
 from cascade_lab.files import one_line, open_regular, text_fault, unique_keys
 
 BLOCK_SIZE = 512
@@ -100,12 +101,13 @@ def read_mooncake(
         progress: called with the bytes of each line read.
 
     Raises:
-        ValueError: a block size below 1, or an unknown `on_error`; while reading, a directory, pipe or device.
+        TypeError, ValueError: a block size that is no integer >= 1, or an unknown `on_error`; while reading, a
+            directory, pipe or device.
         TraceError: while reading, for a line cut short, no UTF-8, no JSON object, longer than 16 MiB, without a field,
             with one twice, with a length that is no integer in range, or with ids that do not fit the length.
         OSError: a file that cannot be read.
     """
-    _check_size("block_size", block_size, 1)
+    block_size = _checks.integer("block_size", block_size, 1)
     _check_on_error(on_error)
 
     def parse(line: bytes) -> Request:
@@ -282,11 +284,6 @@ def _short(value: object) -> str:
         return one_line(repr(value), 60)
     except RecursionError:
         return "a value nested too deep"
-
-
-def _check_size(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name}: expected an integer >= {low}, given {value!r}")
 
 
 def _check_on_error(on_error: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from cascade_lab.traces.read import BLOCK_SIZE, Request, _check_size, _unfit
+from cascade_lab import _checks
+from cascade_lab.traces.read import BLOCK_SIZE, Request, _unfit
 
 # ids that a map of one byte each may span, beyond which they go into a set of about 50 bytes each
 _SPARE, _BYTES_PER_ID = 1 << 20, 8
@@ -32,12 +33,12 @@ def replay(
     about 80 bytes per id where they are hashes; with a limit about 120 bytes per block of the capacity.
 
     Raises:
-        ValueError: a size that is no integer in range; while reading, a request with neither ids nor hit, or whose ids
-            do not fit its length.
+        TypeError, ValueError: a size that is no integer in range; while reading, a request with neither ids nor hit, or
+            whose ids do not fit its length.
     """
-    _check_size("block_size", block_size, 1)
+    block_size = _checks.integer("block_size", block_size, 1)
     if capacity_tokens is not None:
-        _check_size("capacity_tokens", capacity_tokens, 0)
+        capacity_tokens = _checks.integer("capacity_tokens", capacity_tokens, 0)
     return _replay(requests, block_size, capacity_tokens)
 
 

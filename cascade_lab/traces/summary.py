@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice
-from operator import index
 from typing import NamedTuple
+
+from cascade_lab import _checks
 
 
 class ModelShape(NamedTuple):
@@ -109,8 +110,11 @@ def summarize(pairs: Iterable[tuple[int, int]], *, model: ModelShape | None = No
         model: adds whole-model FLOPs and the errors of formulas for them.
 
     Raises:
-        ValueError: an empty trace, or a pair that is no such pair of integers.
+        TypeError, ValueError: an empty trace, a pair that is no such pair of integers, or a model whose sizes are none.
     """
+    if model is not None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts"):
+            _checks.integer(f"model.{name}", getattr(model, name), 0 if name in ("ffn", "experts") else 1)
     requests = tokens = hits = squares = hit_squares = 0
     ratios, diagonals = [], []
     rest = iter(pairs)
@@ -172,18 +176,19 @@ def formula_errors(summary: TraceSummary) -> dict[str, float]:
 
 def _columns(batch: Sequence[tuple[int, int]], start: int) -> tuple[list[int], list[int]]:
     """Lengths and hits as Python integers, for numpy's would overflow when squared and summed."""
-    try:
-        n, hit = [index(a) for a, _ in batch], [index(b) for _, b in batch]
-        bad = next((i for i, (a, b) in enumerate(zip(n, hit, strict=True)) if not 0 <= b <= a or a < 1), None)
-    except (TypeError, ValueError):
-        bad = next((i for i, pair in enumerate(batch) if not _is_pair(pair)), 0)
-    if bad is not None:
-        raise ValueError(f"pairs[{start + bad}]: expected integers N >= 1 and 0 <= H <= N, given {batch[bad]!r}")
+    n, hit = [], []
+    for i, pair in enumerate(batch, start):
+        try:
+            a, b = pair
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"pairs[{i}]: expected (N, H), given {_checks.shown(pair)}") from None
+        if type(a) is not int or type(b) is not int:
+            a, b = (_checks.integer(f"pairs[{i}]", x) for x in (a, b))
+        if not 0 <= b <= a or a < 1:
+            raise ValueError(f"pairs[{i}]: expected integers N >= 1 and 0 <= H <= N, given {_checks.shown(pair)}")
+        n.append(a)
+        hit.append(b)
     return n, hit
-
-
-def _is_pair(pair: object) -> bool:
-    return isinstance(pair, Sequence) and len(pair) == 2 and all(hasattr(x, "__index__") for x in pair)
 
 
 def _model_remaining(model: ModelShape, tokens: int, hits: int, everything: int, left: int) -> Fraction:

@@ -693,7 +693,7 @@ def broken(case: VerifyCase, which: int, **changes) -> list[Level]:
         (0, dict(page_size=3), ValueError, "page_size: expected a divisor of the cache's page size 4, given 3"),
         (0, dict(page_size=8), ValueError, "page_size: expected a divisor of the cache's page size 4, given 8"),
         (1, dict(page_size=0), ValueError, "page_size: expected a divisor"),
-        (1, dict(page_size=1.0), ValueError, "page_size: expected a divisor"),
+        (1, dict(page_size=1.0), TypeError, "page_size: expected an integer, given 1.0"),
         (0, dict(page_table=int32([[0, 1, 99], [3, 4, 5]])), ValueError, "page_table: expected page ids from 0 to"),
         (0, dict(page_table=torch.zeros(2, 3).long()), TypeError, "page_table: expected int32, given torch.int64"),
         (0, dict(tree_mask=torch.zeros(8, 1).long(), causal=True), ValueError, "tree_mask: expected neither causal"),

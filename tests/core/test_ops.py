@@ -204,7 +204,7 @@ def test_a_call_is_one_operator_in_the_graph(kernels):
         return merge_state(*x, out=torch.empty_like(x[0]), backend=kernels)
 
     assert compiled_graph(check_call, case.q, case.k_cache, case.v_cache) == ["attention"]
-    assert compiled_graph(check_cascade, verify.q, verify.k_cache, verify.v_cache) == ["cascade_attention"]
+    assert compiled_graph(check_cascade, verify.q, verify.k_cache, verify.v_cache) == ["attention"]
     assert compiled_graph(check_pair, *side_by_side(o, lse)) == ["merge_state"]
     assert compiled_graph(check_many, o, lse) == ["merge_states"]
     assert compiled_graph(check_out, *side_by_side(o, lse)) == ["merge_state_out"]
@@ -370,7 +370,7 @@ def test_triton_refuses_gradients_under_a_compiler_and_as_operator(levels):
 
     with pytest.raises(RuntimeError, match="attention has no gradient on backend='triton'"):
         torch.compile(run, backend="eager")(q)
-    operator, arguments = operator_call("attention" if levels == 1 else "cascade_attention", "triton")
+    operator, arguments = operator_call("attention" if levels == 1 else "attention over two passes", "triton")
     with pytest.raises(RuntimeError, match="attention has no gradient on backend='triton'"):
         operator(arguments[0].requires_grad_(), *arguments[1:])
     if runtime.triton_mode() == "interpreted":
@@ -412,29 +412,30 @@ def operator_call(name: str, backend: str, dtype=torch.float32, masked=True, rea
         o, lse = call(case, case.q, case.k_cache, case.v_cache, tree_mask=mask, tail_seqlens=tails)
         d_o, d_lse = random(*o.shape, seed=4, dtype=dtype).transpose(0, 1).contiguous().transpose(0, 1), lse.cos()
         inputs = (d_o, d_lse.nan_to_num(), o, lse, case.q, *tensors, mask, tails)
-        return OPS.attention_backward, ([True, reads, True], *inputs, constants[0], 2, -1, constants[1])
+        return OPS.attention_backward, ([True, reads, True], *inputs, 2, -1, *constants)
     window = (-1, -1) if masked else (4, 0)
     options = (*constants, 2, dtype, reads, backend)
-    if name == "attention":
-        return OPS.attention, (case.q, *tensors, 5, *window, mask, tails, *options)
-    # the second pass reads nothing in two requests, and has no mask
-    later = (*tensors[:3], int32([2, 0, 3, 0]), tensors[4])
-    both = [list(x) for x in zip((*tensors, 5, *window, mask, tails), (*later, 9, -1, -1, None, None), strict=True)]
-    return OPS.cascade_attention, (case.q, *both, *options)
+    passes = [(*tensors, 5, *window, mask, tails)]
+    if name == "attention over two passes":
+        # the second pass reads nothing in two requests, and has no mask
+        passes.append((*tensors[:3], int32([2, 0, 3, 0]), tensors[4], 9, -1, -1, None, None))
+    return OPS.attention, (case.q, *map(list, zip(*passes, strict=True)), *options)
 
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long)])
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["merge_state", "merge_states", "merge_state_out", "attention", "cascade_attention"])
+@pytest.mark.parametrize(
+    "name", ["merge_state", "merge_states", "merge_state_out", "attention", "attention over two passes"]
+)
 def test_operators_pass_opcheck(kernels, name, dtype):
     operator, arguments = operator_call(name, kernels, dtype)
     torch.library.opcheck(operator, arguments)
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["merge_state", "merge_states", "attention", "cascade_attention"])
+@pytest.mark.parametrize("name", ["merge_state", "merge_states", "attention", "attention over two passes"])
 def test_operators_pass_opcheck_with_gradients(name, dtype):
     for masked in (True, False) if "attention" in name else (True,):
         operator, arguments = operator_call(name, "torch", dtype, masked, reads=masked)

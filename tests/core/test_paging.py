@@ -164,7 +164,7 @@ def test_only_pages_that_are_read_are_checked():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: paging.build_page_table([3, -1], 4), r"lengths: expected numbers >= 0, given \[3, -1\]"),
+        (lambda: paging.build_page_table([3, -1], 4), r"lengths\[1\]: expected a number >= 0, given -1"),
         (lambda: paging.build_page_table([3], 0), "page_size: expected a number >= 1, given 0"),
         (lambda: paging.token_slots(int32([[0]]), 0, 1, 0), "page_size: expected a number >= 1, given 0"),
         (lambda: paging.branch_capacity(30, 4, 5, -2), "page_size: expected a number >= 1, given -2"),

@@ -135,12 +135,12 @@ def test_works_without_triton(way):
 
 def test_unknown_backend_is_refused():
     with pytest.raises(ValueError, match=r"backend.*auto.*triton.*torch.*'cuda'"):
-        runtime.pick_backend("cuda", torch.zeros(1))
+        runtime._pick_backend("cuda", torch.zeros(1))
 
 
 def test_auto_is_torch_for_cpu_tensors():
-    assert runtime.pick_backend("auto", torch.zeros(1)) == "torch"
-    assert runtime.pick_backend("torch", torch.zeros(1)) == "torch"
+    assert runtime._pick_backend("auto", torch.zeros(1)) == "torch"
+    assert runtime._pick_backend("torch", torch.zeros(1)) == "torch"
 
 
 def test_unchecked_holds_inside_and_ends_outside():

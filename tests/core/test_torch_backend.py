@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from cascade_lab.backends import Call, Pass
 from cascade_lab.backends import torch as torch_backend
 from cascade_lab.evidence.reference import assert_state_close, attention_oracle, state_error
 
@@ -36,8 +37,11 @@ class Case:
             "num_splits": None,
             "out_dtype": self.q.dtype,
             "reads": None,
+            "backend": "torch",
         }
-        return torch_backend.attention(**arguments | changed)
+        arguments |= changed
+        only = Pass(*(arguments[field.name] for field in fields(Pass)))
+        return torch_backend.attend(arguments["q"], [only], Call(*(arguments[name] for name in Call._fields)))
 
     def oracle(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         return attention_oracle(**vars(self), dtype=dtype)

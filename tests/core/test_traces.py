@@ -136,9 +136,22 @@ def test_an_empty_trace_is_refused():
         summarize([])
 
 
-@pytest.mark.parametrize("bad", [(0, 0), (5, 6), (5, -1), (5.0, 1), ("5", 1), (5,), (5, 1, 1), 5])
-def test_pairs_that_are_no_pairs_are_named(bad):
-    with pytest.raises(ValueError, match=r"pairs\[2\]: expected integers N >= 1 and 0 <= H <= N"):
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ((0, 0), ValueError, "expected integers N >= 1 and 0 <= H <= N"),
+        ((5, 6), ValueError, "expected integers N >= 1 and 0 <= H <= N"),
+        ((5, -1), ValueError, "expected integers N >= 1 and 0 <= H <= N"),
+        ((5.0, 1), TypeError, "expected an integer, given 5.0"),
+        (("5", 1), TypeError, "expected an integer, given '5'"),
+        ((5, True), TypeError, "expected an integer, given True"),
+        ((5,), ValueError, r"expected \(N, H\), given \(5,\)"),
+        ((5, 1, 1), ValueError, r"expected \(N, H\), given \(5, 1, 1\)"),
+        (5, TypeError, r"expected \(N, H\), given 5"),
+    ],
+)
+def test_pairs_that_are_no_pairs_are_named(bad, error, message):
+    with pytest.raises(error, match=rf"pairs\[2\]: {message}"):
         summarize([(5, 1), (6, 0), bad])
 
 
@@ -310,16 +323,16 @@ def test_requests_without_fitting_ids_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "error", "message"),
     [
-        ("block_size", {"block_size": 0}),
-        ("block_size", {"block_size": 16.0}),
-        ("capacity_tokens", {"capacity_tokens": -1}),
-        ("capacity_tokens", {"capacity_tokens": True}),
+        ("block_size", {"block_size": 0}, ValueError, "expected a number >= 1, given 0"),
+        ("block_size", {"block_size": 16.0}, TypeError, "expected an integer, given 16.0"),
+        ("capacity_tokens", {"capacity_tokens": -1}, ValueError, "expected a number >= 0, given -1"),
+        ("capacity_tokens", {"capacity_tokens": True}, TypeError, "expected an integer, given True"),
     ],
 )
-def test_sizes_are_checked_before_anything_is_read(name, options):
-    with pytest.raises(ValueError, match=f"{name}: expected an integer >= "):
+def test_sizes_are_checked_before_anything_is_read(name, options, error, message):
+    with pytest.raises(error, match=f"{name}: {message}"):
         replay([], **options)
 
 
@@ -478,7 +491,7 @@ def test_generated_traffic_is_reproducible_sorted_and_readable(tmp_path):
     assert list(read_trace(tmp_path / "trace.jsonl")) == requests
     with pytest.raises(ValueError, match=r"requests\[0\]: expected block_ids, given None"):
         write_mooncake([request(n=5, hit=0)], tmp_path / "none.jsonl")
-    with pytest.raises(ValueError, match="requests: expected an integer >= 1, given 0"):
+    with pytest.raises(ValueError, match="requests: expected a number >= 1, given 0"):
         generate(0, 0)
 
 

@@ -388,7 +388,7 @@ def test_calibration_measures_this_machine():
         (lambda: break_even_prefix(2, 3, 1, device_model=H100, plan="naive", **HEADS), "plan: expected 'cascade' or"),
         (lambda: break_even_prefix(2, 3, 1, device_model=H100, rows="step", **HEADS), "rows: expected one of"),
         (lambda: predict_branches(9, 2, 3, 1, device_model=H100, rows="step", **HEADS), "rows: expected one of"),
-        (lambda: flashinfer_rule(16, 512), "head_dim: expected 1 to 511, given 512"),
+        (lambda: flashinfer_rule(16, 512), "head_dim: expected an integer from 1 to 511, given 512"),
         (lambda: should_cascade([5], H100), r"batch: expected a VerifyBatch, given \[5\]"),
         (lambda: should_cascade(branches(1, 2, 3, 1), "H100"), "device_model: expected a DeviceModel, given 'H100'"),
     ],

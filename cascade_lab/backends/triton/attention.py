@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from cascade_lab import runtime
-from cascade_lab.backends import Pass
+from cascade_lab.backends import Call, Pass
 from cascade_lab.backends.triton.config import Tile, head_blocks, rows_of, splits_for, tile_for
 from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
 
@@ -285,16 +285,7 @@ def _attention_kernel(
             tl.atomic_add(reads_ptr + i_kv, tl.maximum(loaded, 0).to(tl.int64))
 
 
-def run_passes(
-    q: torch.Tensor,
-    passes: Sequence[Pass],
-    *,
-    softmax_scale: float,
-    softcap: float,
-    num_splits: int | None,
-    out_dtype: torch.dtype,
-    reads: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """One launch per pass; arguments as checked and filled in by `cascade_lab.attention`. Returns (o, lse).
 
     Several partial states per row, from several passes or several splits of one, are kept in float32
@@ -302,16 +293,16 @@ def run_passes(
     """
     T, H_q, D = q.shape
     D_v = passes[0].v_cache.shape[-1]
-    o = torch.empty((T, H_q, D_v), dtype=out_dtype, device=q.device)
+    o = torch.empty((T, H_q, D_v), dtype=call.out_dtype, device=q.device)
     lse = torch.empty((T, H_q), dtype=torch.float32, device=q.device)
     if T == 0:
         return o, lse
     target = runtime.device_target(q.device)
     tiles = [tile_for(_packed_rows(q, one), max(D, D_v), q.dtype, rows_of(target.name)) for one in passes]
-    if num_splits is None:
+    if call.num_splits is None:
         splits = [_splits(q, one, tile, target.multiprocessors) for one, tile in zip(passes, tiles, strict=True)]
     else:
-        splits = [num_splits] * len(passes)
+        splits = [call.num_splits] * len(passes)
     parts = sum(splits)
     if parts == 1:
         part_o, part_lse = o[:, None], lse[:, None]
@@ -320,7 +311,7 @@ def run_passes(
         part_lse = torch.empty((T, parts, H_q), dtype=torch.float32, device=q.device)
     at = 0
     for one, tile, n in zip(passes, tiles, splits, strict=True):
-        _launch(q, one, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n], softmax_scale, softcap, reads)
+        _launch(q, one, call, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n])
         at += n
     if parts > 1:
         merge_many(part_o, part_lse, o, lse)
@@ -347,9 +338,10 @@ def _splits(q: torch.Tensor, one: Pass, tile: Tile, num_sms: int) -> int:
     )
 
 
-def _launch(q, one: Pass, tile: Tile, splits: int, o, lse, softmax_scale: float, softcap: float, reads) -> None:
+def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
     """One pass into o [T, splits, H_q, D_v] and lse [T, splits, H_q]."""
     H_q, D = q.shape[1:]
+    softmax_scale, softcap, reads = call.softmax_scale, call.softcap, call.reads
     page_size, H_kv = one.k_cache.shape[1:3]
     D_v = one.v_cache.shape[-1]
     tiles = triton.cdiv(_packed_rows(q, one), tile.block_m)
