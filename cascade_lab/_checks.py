@@ -48,11 +48,16 @@ def integers(name: str, x, low: int = 0) -> int | np.ndarray:
     return x
 
 
-def integer_list(name: str, x: Iterable, low: int = 0) -> list[int]:
-    """The integers of a sequence, one-dimensional array or tensor as Python's, none below `low`."""
-    if isinstance(x, str) or not isinstance(x, Iterable):
+def integer_list(name: str, x: Iterable, low: int | None = 0) -> list[int]:
+    """The integers of an iterable, one-dimensional array or tensor as Python's, none below `low`."""
+    array = isinstance(x, (torch.Tensor, np.ndarray))
+    if isinstance(x, str) or not isinstance(x, Iterable) or (array and x.ndim != 1):
         raise TypeError(f"{name}: expected a sequence of integers, given {shown(x)}")
-    return [n if type(n) is int and n >= low else integer(f"{name}[{i}]", n, low) for i, n in enumerate(x)]
+    values = x.tolist() if array else list(x)
+    for i, n in enumerate(values):
+        if type(n) is not int or (low is not None and n < low):
+            values[i] = integer(f"{name}[{i}]", n, low)
+    return values
 
 
 def number(name: str, x, low: float = -math.inf, high: float = math.inf) -> int | float:

@@ -49,18 +49,13 @@ class DraftTree:
     parents: tuple[int, ...]
 
     def __init__(self, parents: Iterable[int]):
-        try:
-            values = np.asarray(list(parents))
-        except (TypeError, ValueError):
-            raise TypeError(f"parents: expected a sequence of integers, given {parents!r}") from None
+        values = np.asarray(_checks.integer_list("parents", parents, None), np.int64)
         if values.size == 0:
             raise ValueError("parents: expected at least one node, given none (a request without drafts has tree None)")
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise TypeError(f"parents: expected a sequence of integers, given {values.dtype} with shape {values.shape}")
         if values.max() >= len(values):
             i = int(values.argmax())
             raise ValueError(f"parents: expected ids below {len(values)}, given {int(values[i])} for node {i}")
-        values = np.maximum(values.astype(np.int64), -1)
+        values = np.maximum(values, -1)
         object.__setattr__(self, "parents", tuple(values.tolist()))
         # a path of more nodes than there are never ends
         climb, steps = np.arange(len(values)), 0
@@ -291,9 +286,9 @@ class VerifyBatch:
         for name, given in (("prefix_lens", prefix_lens), ("trees", trees)):
             if not hasattr(given, "__len__"):
                 raise TypeError(f"{name}: expected a sequence, one per request, given {given!r}")
+        prefix_lens = _checks.integer_list("prefix_lens", prefix_lens)
         if len(prefix_lens) != len(trees):
             raise ValueError(f"trees: expected one per request ({len(prefix_lens)}), given {len(trees)}")
-        prefix_lens = _checks.integer_list("prefix_lens", prefix_lens)
         for r, tree in enumerate(trees):
             if tree is not None and not isinstance(tree, DraftTree):
                 raise TypeError(f"trees: expected DraftTree or None, given {type(tree).__name__} for request {r}")

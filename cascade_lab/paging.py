@@ -32,11 +32,15 @@ def pages_needed(length: int | torch.Tensor | np.ndarray, page_size: int) -> int
     """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor or array.
 
     Raises:
-        TypeError, ValueError: a length that is no integer >= 0 (elements are not looked at), a page size below 1.
+        TypeError, ValueError: a length that is no integer >= 0 (a tensor's elements are not looked at), a page size below 1.
     """
     page_size = _checks.integer("page_size", page_size, 1)
-    if not isinstance(length, (torch.Tensor, np.ndarray)):
+    if not isinstance(length, (torch.Tensor, np.ndarray)) or not length.ndim:
         length = _checks.integer("length", length, 0)
+    elif isinstance(length, np.ndarray):
+        _checks.integers("length", length)
+    elif length.dtype.is_floating_point or length.dtype in (torch.bool, torch.complex64, torch.complex128):
+        raise TypeError(f"length: expected integers, given {_checks.shown(length)}")
     return (length + page_size - 1) // page_size
 
 

@@ -382,7 +382,7 @@ def _check_replicated(replicated: Collection[int], num_levels: int) -> tuple[int
     """
     if isinstance(replicated, str) or not isinstance(replicated, Collection):
         raise TypeError(f"replicated: expected indices of levels, given {replicated!r}")
-    indices = sorted(_checks.integer("replicated", i, 0) for i in replicated)
+    indices = sorted(_checks.integer_list("replicated", replicated))
     if indices and indices[-1] >= num_levels:
         raise ValueError(f"replicated: expected indices below {num_levels}, the number of levels, given {indices[-1]}")
     if len(set(indices)) != len(indices):

@@ -70,7 +70,9 @@ class DeviceModel:
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "l2_bandwidth", "launch", "matmul_rate", "l2_bytes", "num_sms"):
-            value = _checks.number(name, getattr(self, name))
+            kind = _checks.integer if name in ("l2_bytes", "num_sms") else _checks.number
+            value = kind(name, getattr(self, name))
+            object.__setattr__(self, name, value)
             least = 1 if name == "num_sms" else 0
             if not math.isfinite(value) or value < least or (value == 0 and name not in ("launch", "l2_bytes")):
                 raise ValueError(f"{name}: expected a positive finite number, given {value}")

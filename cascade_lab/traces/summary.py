@@ -113,8 +113,9 @@ def summarize(pairs: Iterable[tuple[int, int]], *, model: ModelShape | None = No
         TypeError, ValueError: an empty trace, a pair that is no such pair of integers, or a model whose sizes are none.
     """
     if model is not None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts"):
-            _checks.integer(f"model.{name}", getattr(model, name), 0 if name in ("ffn", "experts") else 1)
+        lows = dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=0, experts=0)
+        sizes = {name: _checks.integer(f"model.{name}", getattr(model, name), low) for name, low in lows.items()}
+        model = model._replace(**sizes)
     requests = tokens = hits = squares = hit_squares = 0
     ratios, diagonals = [], []
     rest = iter(pairs)

@@ -288,7 +288,7 @@ def test_arguments_out_of_range_are_refused():
     refused(ValueError, r"layout: expected one of .* given 'zigzag'", levels, 0, 2, layout="zigzag")
     refused(ValueError, "replicated: expected indices below 1", levels, 0, 2, replicated=[1])
     refused(ValueError, r"replicated: expected each level once, given \[0, 0\]", levels, 0, 2, replicated=[0, 0])
-    refused(ValueError, "replicated: expected a number >= 0", levels, 0, 2, replicated=[-1])
+    refused(ValueError, r"replicated\[0\]: expected a number >= 0, given -1", levels, 0, 2, replicated=[-1])
     refused(TypeError, "replicated: expected indices of levels, given '0'", levels, 0, 2, replicated="0")
     refused(TypeError, "replicated: expected indices of levels, given 0", levels, 0, 2, replicated=0)
     refused(TypeError, r"levels\[1\]: expected a Level, given int", [*levels, 3], 0, 2)
