@@ -138,7 +138,7 @@ def test_what_cannot_be_executed_is_refused_and_nothing_of_it_runs():
     found = program("refused()")
     for name, known in (("sm_86", ", which is compiled for but not executed"), ("sm_70", "")):
         assert found[name] == f"ValueError: target: expected one of sm_80, sm_90, given {name!r}{known}"
-    assert found["a number"] == "TypeError: target: expected a name, given int"
+    assert found["a number"] == "TypeError: target: expected a name or a Target, given int"
     assert found["elsewhere"].startswith("RuntimeError: backend='triton' takes CPU tensors")
     assert found["mask"] == "TypeError: never_read: expected a bool mask, given torch.float32"
     assert found["opcode"] == "Unsupported: _merge_pair_kernel: not modelled: popc.b32"

@@ -40,24 +40,26 @@ _NUMBERS |= {"fp32": "f4", "fp64": "f8"}
 Marks = Sequence[tuple[Tensor, Tensor]]
 
 
-def executed_target(name: str) -> runtime.Target:
-    """The description of a target whose PTX is executed here.
+def executed_target(name: str | runtime.Target) -> runtime.Target:
+    """The description of a target whose PTX is executed here; a device of one's own keeps its multiprocessors.
 
     Raises:
         TypeError: not a name.
         ValueError: unknown, or known and not executed.
     """
+    described = name if isinstance(name, runtime.Target) else None
+    name = described.name if described else name
     if not isinstance(name, str):
-        raise TypeError(f"target: expected a name, given {type(name).__name__}")
+        raise TypeError(f"target: expected a name or a Target, given {type(name).__name__}")
     if name not in EXECUTED:
         known = ", which is compiled for but not executed" if name in runtime.TARGETS else ""
         raise ValueError(f"target: expected one of {', '.join(EXECUTED)}, given {name!r}{known}")
-    return runtime.TARGETS[name]
+    return described or runtime.TARGETS[name]
 
 
 @contextmanager
 def executed(
-    target: str,
+    target: str | runtime.Target,
     *,
     races: bool = True,
     traffic: bool = True,
@@ -72,7 +74,7 @@ def executed(
     nobody wrote shows. One thread at a time. Needs Triton in compiled mode: Python started with TRITON_INTERPRET=0.
 
     Args:
-        target: "sm_80" or "sm_90".
+        target: "sm_80" or "sm_90", or such a device with other multiprocessors.
         races, traffic, banks, stream: as in `Checks`.
         never_read: (tensor, bool mask that broadcasts to its shape) pairs: a load of any byte of an element that is
             marked is a fault in every launch that is given the tensor's storage.
@@ -133,7 +135,8 @@ def run_launch(
     for address, never in marks:
         if address in placed:
             forbid(placed[address], never)
-    run = Run(launch.name.strip("_"), launch.target.name, launch.grid, kernel.threads)
+    storages = {allocation.name: address for address, allocation in placed.items()}
+    run = Run(launch.name.strip("_"), launch.target.name, launch.grid, kernel.threads, storages=storages)
     return execute(translation, memory, parameters, run, launch.kernel.metadata.shared, checks)
 
 

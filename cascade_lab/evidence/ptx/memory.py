@@ -174,9 +174,10 @@ class GlobalMemory:
         self.sectors[name, kind] += int(new.sum())
         self.bytes[name, kind] += len(sectors) * width
         if self.stream is not None:
-            programs = np.nonzero(new)[0] * WARP // lanes.threads
-            for program in np.unique(programs):
-                self.stream.append((int(program), name, touched[new][programs == program], kind))
+            programs, found = np.nonzero(new)[0] * WARP // lanes.threads, touched[new]
+            cuts = np.flatnonzero(np.diff(programs)) + 1
+            for program, part in zip(programs[np.append(0, cuts)].tolist(), np.split(found, cuts), strict=True):
+                self.stream.append((program, name, part, kind))
 
 
 def forbid(allocation: Allocation, never: np.ndarray) -> None:

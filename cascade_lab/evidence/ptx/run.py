@@ -57,6 +57,7 @@ class Run:
         waits: (line of the Triton source, copy groups in flight after the wait) -> times a batch came by.
         unfinished: copy groups that no wait covered, at the end.
         stream: (program, tensor's name, sectors, kind) in order of execution; empty unless asked for.
+        storages: address of each tensor's storage by its name, which tells tensors of several launches apart.
     """
 
     kernel: str
@@ -72,6 +73,7 @@ class Run:
     waits: Counter[tuple[str, int]] = field(default_factory=Counter)
     unfinished: int = 0
     stream: list[tuple[tuple[int, int, int], str, np.ndarray, str]] = field(default_factory=list, repr=False)
+    storages: dict[str, int] = field(default_factory=dict, repr=False)
 
 
 @dataclass
