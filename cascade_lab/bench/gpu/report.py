@@ -94,11 +94,14 @@ def judge(record: dict) -> list[dict]:
     ]
     deviations = [abs(plan["ratio_measured"] / plan["ratio_predicted"] - 1) for plan in beyond]
     rates = [row["share_of_matmul"] for row in sections["prefill"]["rows"] if row["new"] == 8192 and row["hit"] == 0]
+    counted = [plan for row in sections["counters"]["rows"] for plan in row.get("plans", {}).values()]
+    excesses = [abs(plan["attention_l2_bytes"] / plan["kv_bytes_loaded"] - 1) for plan in counted]
     return [
         _bound("cascade and fused at prefixes >= 16384: share of the copy bandwidth", shares, at_least=0.85),
         _bound("naive / cascade against the ledger's ratio, prefix beyond the L2: deviation", deviations, at_most=0.15),
         _bound("prefill of 8192 tokens: share of the matrix rate", rates, at_least=0.6),
         _bound("fused or cascade over FlexAttention: time ratio", list(_over_flex(sections["peers"])), at_most=1.0),
+        _bound("L2 sectors that attention read against the ledger, tiles counted: deviation", excesses, at_most=0.05),
     ]
 
 
@@ -128,7 +131,7 @@ def _bound(name: str, values: Sequence[float], *, at_least: float | None = None,
 
 
 def print_summary(record: dict) -> None:
-    """The record on one screen: ceilings, the sweep over prefix lengths, peers, the hit law, and the bounds."""
+    """The record on one screen: ceilings, the sweep over prefix lengths, peers, the hit law, counters, and bounds."""
     sections = record["sections"]
     print(f"\n{'ceiling':<28}{'rate':>16}")
     for row in sections["ceilings"]["rows"]:
@@ -169,6 +172,14 @@ def print_summary(record: dict) -> None:
         where = f"topk={row['topk']} B={row['batch']} G={row['group']} {row['rows']}"
         found, predicted = ("never" if x is None else f"{x:.0f}" for x in (row["length"], row["predicted"]))
         print(f"{where:<44}{found:>10}{predicted:>11}")
+    print(f"\n{'counters, MB':<44}{'L2':>10}{'ledger':>10}{'found':>10}{'DRAM':>10}{'distinct':>10}")
+    for row in sections["counters"]["rows"]:
+        if "missing" in row:
+            print(f"missing: {row['missing']}")
+        for plan, x in row.get("plans", {}).items():
+            where = f"L={row['length']} topk={row['topk']} B={row['batch']} G={row['group']} {row['rows']} {plan}"
+            names = ("l2_bytes", "kv_bytes_loaded", "l2_found_bytes", "dram_bytes", "kv_bytes_distinct")
+            print(f"{where:<44}" + "".join(f"{x[name] / 1e6:>10.2f}" for name in names))
     print()
     for bound in record.get("bounds", []):
         worst = "-" if bound["worst"] is None else f"{bound['worst']:.2f}"

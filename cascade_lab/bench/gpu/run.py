@@ -17,6 +17,7 @@ from cascade_lab.bench.clock import Clock, clock
 from cascade_lab.bench.gpu.answers import WrongAnswer
 from cascade_lab.bench.gpu.comparison import time_peers
 from cascade_lab.bench.gpu.costs import time_ceilings, time_costs
+from cascade_lab.bench.gpu.counters import count_traffic
 from cascade_lab.bench.gpu.prefill import time_linear, time_prefill
 from cascade_lab.bench.gpu.report import break_even_rows, judge, print_summary
 from cascade_lab.bench.gpu.session import Scale, Session
@@ -34,6 +35,7 @@ SECTIONS: dict[str, tuple[float, Callable[[Session], Iterator[dict]]]] = {
     "prefill": (22, time_prefill),
     "linear": (4, time_linear),
     "costs": (8, time_costs),
+    "counters": (16, count_traffic),
 }
 
 

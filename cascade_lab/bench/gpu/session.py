@@ -53,6 +53,8 @@ class Scale:
     merge_heads: int = 32
     splits_length: int = 32768
     splits: tuple[int | None, ...] = (None, 1, 2, 4, 8, 16, 32, 64)
+    counter_lengths: tuple[int, ...] = (2048, 8192, 32768)
+    counter_batch: int = 4
 
 
 PRESETS = {
@@ -70,6 +72,7 @@ PRESETS = {
         linear_rows=(1, 16, 256, 1024, 4096, 16384),
         matmul_sides=(8192,),
         splits=(None, 1, 4, 16, 64),
+        counter_lengths=(8192,),
     ),
     # tiny and without a limit: what it does must not depend on the machine's speed
     "smoke": Scale(
@@ -100,6 +103,8 @@ PRESETS = {
         merge_heads=2,
         splits_length=64,
         splits=(None, 1, 2),
+        counter_lengths=(16, 32),
+        counter_batch=2,
     ),
 }
 

@@ -185,7 +185,7 @@ def _time_plans(bench: Session, work: VerifyPlans) -> dict[str, dict]:
         row = asdict(timing) | errors
         row |= {
             "kv_tokens": ledgers[plan].kv_tokens,
-            "kv_tokens_loaded": sum(_loaded(*x, q) for x in zip(ledgers[plan].levels, levels, strict=True)),
+            "kv_tokens_loaded": kv_tokens_loaded(ledgers[plan], levels, q),
             "bytes_must_move": must_move,
             "bytes_per_s": must_move / timing.seconds,
             "share_of_copy": must_move / timing.seconds / bench.copy_rate,
@@ -198,11 +198,14 @@ def _time_plans(bench: Session, work: VerifyPlans) -> dict[str, dict]:
     return found
 
 
-def _loaded(part: Ledger, level: Level, q: Tensor) -> int:
-    """Tokens per KV head that the launch of one level loads, its row tiles counted."""
-    rows = int(torch.diff(level.cu_seqlens_q).max())
-    tile = checks.launch_tile(rows * part.num_q_heads // part.num_kv_heads, q.shape[2], q.dtype)
-    return part.tile_tokens(tile.block_m)
+def kv_tokens_loaded(plan: Ledger, levels: Sequence[Level], q: Tensor) -> int:
+    """Tokens per KV head that the launches of a plan load, their row tiles counted."""
+    loaded = 0
+    for part, level in zip(plan.levels, levels, strict=True):
+        rows = int(torch.diff(level.cu_seqlens_q).max())
+        tile = checks.launch_tile(rows * part.num_q_heads // part.num_kv_heads, q.shape[2], q.dtype)
+        loaded += part.tile_tokens(tile.block_m)
+    return loaded
 
 
 def reference_row(work: VerifyPlans) -> tuple[int, Tensor, Tensor]:
