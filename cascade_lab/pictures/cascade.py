@@ -318,5 +318,56 @@ def published_speedups(cases: Mapping[str, Sequence[tuple[str, float, float]]]) 
     return fig, data
 
 
+def cache_traffic(record: Mapping, batch: int) -> tuple[Figure, dict[str, dict[int, dict]]]:
+    """Bytes of K and V into the multiprocessors, and from DRAM under the modelled L2, over those that are distinct.
+
+    One column per prefix length and plan: a bar at what the multiprocessors load, a mark per capacity at the least and
+    at the most that any drift and number of programs side by side reads from DRAM, programs one at a time left out.
+
+    Args:
+        record: figures/measured/l2_model.json.
+        batch: requests; the record's prefix lengths with that many are drawn.
+
+    Returns:
+        The figure, and per plan and prefix length "volume", and "dram" as (least, most) by capacity, each in distinct
+        bytes.
+    """
+    data: dict[str, dict[int, dict]] = {}
+    for row in (row for row in record["rows"] if row["batch"] == batch):
+        spread: dict[int, list[float]] = {}
+        for found in row["dram"]:
+            if found["slots"] > 1:
+                spread.setdefault(found["capacity"], []).append(found["K, V"] / row["distinct"])
+        data.setdefault(row["plan"], {})[row["length"]] = {
+            "volume": row["volume"]["K, V"] / row["distinct"],
+            "dram": {capacity: (min(ratios), max(ratios)) for capacity, ratios in spread.items()},
+        }
+    lengths = sorted({length for points in data.values() for length in points})
+    capacities = sorted(record["scale"]["capacities"], reverse=True)
+    full = record["scale"]["one in"] / 2**20
+    with style():
+        fig, ax = figure()
+        ax.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
+        for p, (plan, points) in enumerate(data.items()):
+            for length, point in points.items():
+                middle = lengths.index(length) + (p - (len(data) - 1) / 2) * 0.3
+                ax.plot([middle - 0.12, middle + 0.12], [point["volume"]] * 2, color=BLACK, linewidth=2.4)
+                ax.text(middle, point["volume"] + 0.07, plan, ha="center", va="bottom", fontsize=7)
+                for c, (capacity, look) in enumerate(zip(capacities, SERIES, strict=False)):
+                    x = middle + (c - (len(capacities) - 1) / 2) * 0.07
+                    label = f"DRAM, L2 of {capacity * full:g} MiB" if length == lengths[0] and p == 0 else None
+                    options = look | {"linestyle": "-", "linewidth": 1.0, "markersize": 3.5}
+                    ax.plot([x, x], point["dram"][capacity], label=label, **options)
+        ax.plot([], [], color=BLACK, linewidth=2.4, label="L2 to multiprocessors")
+        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(0.0, 0.55))
+        ax.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+        ax.set_xlim(-0.55, len(lengths) - 0.45)
+        ax.set_ylim(0, max(point["volume"] for points in data.values() for point in points.values()) + 0.5)
+        ax.set_xlabel("prefix length L")
+        ax.set_ylabel("bytes of K and V / distinct bytes")
+        ax.set_title(f"a model of the L2, not a measurement: batch {batch}, topk = {record['shape']['topk']}")
+    return fig, data
+
+
 def _read_ratio(prefix_len: int, topk: float, steps: int) -> float:
     return topk * (prefix_len + steps) / (prefix_len + topk * steps)

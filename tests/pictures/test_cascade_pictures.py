@@ -206,3 +206,46 @@ def test_rule_table_answers_yes_or_no_for_every_line():
         assert (model, sglang, vllm) == tuple(answers[x] for x in (row.cascade, row.sglang, row.vllm))
         assert float(speedup[:-1]) == pytest.approx(row.speedup, abs=0.005)
         assert plan == row.plan
+
+
+def l2_row(length, plan, volume, dram, batch=4):
+    """A row of the L2 model: 100 distinct bytes, and (slots, capacity, bytes from DRAM) by drift."""
+    found = [{"slots": s, "drift": "d", "capacity": c, "K, V": x, "other": 7} for s, c, x in dram]
+    return {
+        "length": length, "batch": batch, "plan": plan, "distinct": 100,
+        "volume": {"K, V": volume, "other": 9}, "dram": found,
+    }  # fmt: skip
+
+
+def test_traffic_under_the_modelled_cache_is_shown_in_distinct_bytes_with_its_spread():
+    record = {
+        "rows": [
+            l2_row(64, "naive", 400, [(66, 1024, 100), (33, 1024, 150), (1, 1024, 390), (66, 512, 200)]),
+            l2_row(64, "cascade", 100, [(66, 1024, 100), (66, 512, 100)]),
+            l2_row(128, "naive", 410, [(66, 1024, 120), (66, 512, 300), (33, 512, 210)]),
+            l2_row(128, "cascade", 104, [(66, 1024, 104), (66, 512, 104)]),
+            l2_row(256, "naive", 800, [(66, 1024, 120)], batch=16),
+        ],
+        "scale": {"one in": 1024, "capacities": [512, 1024]},
+        "shape": {"topk": 4},
+    }
+    fig, data = pictures.cache_traffic(record, 4)
+    assert data == {
+        "naive": {
+            64: {"volume": 4.0, "dram": {1024: (1.0, 1.5), 512: (2.0, 2.0)}},
+            128: {"volume": 4.1, "dram": {1024: (1.2, 1.2), 512: (2.1, 3.0)}},
+        },
+        "cascade": {
+            64: {"volume": 1.0, "dram": {1024: (1.0, 1.0), 512: (1.0, 1.0)}},
+            128: {"volume": 1.04, "dram": {1024: (1.04, 1.04), 512: (1.04, 1.04)}},
+        },
+    }
+    (ax,) = fig.axes
+    assert "a model of the L2, not a measurement: batch 4" in ax.get_title(loc="left")
+    assert texts(ax) == ["naive", "naive", "cascade", "cascade"]
+    drawn = [tuple(line.get_ydata()) for line in ax.lines]
+    # the largest cache first, and above it what the multiprocessors load
+    assert drawn[1:4] == [(4.0, 4.0), (1.0, 1.5), (2.0, 2.0)]
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["DRAM, L2 of 1 MiB", "DRAM, L2 of 0.5 MiB", "L2 to multiprocessors"]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["64", "128"]
