@@ -32,7 +32,8 @@ def pages_needed(length: int | torch.Tensor | np.ndarray, page_size: int) -> int
     """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor or array.
 
     Raises:
-        TypeError, ValueError: a length that is no integer >= 0 (a tensor's elements are not looked at), a page size below 1.
+        TypeError, ValueError: a length that is no integer >= 0 (a tensor's elements are not looked at), or a page size
+            below 1.
     """
     page_size = _checks.integer("page_size", page_size, 1)
     if not isinstance(length, (torch.Tensor, np.ndarray)) or not length.ndim:

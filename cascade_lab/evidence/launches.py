@@ -27,7 +27,7 @@ from cascade_lab.evidence.driver import Launch, fake_device
 
 # module of the Triton backend -> its functions that launch
 ENTRIES = {
-    "cascade_lab.backends.triton.attention": ("run_passes",),
+    "cascade_lab.backends.triton.attention": ("attend",),
     "cascade_lab.backends.triton.merge": ("merge_pair", "merge_many"),
 }
 HALF = (torch.float16, torch.bfloat16)
@@ -35,15 +35,11 @@ HALF = (torch.float16, torch.bfloat16)
 
 def described(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A call as JSON values: tensors as [dtype, shape, strides, address mod 16]; numbers handed on by their sign."""
-    call = {name: _described(value) for name, value in arguments.items()}
-    for name in ("softmax_scale", "softcap"):
-        if name in call:
-            call[name] = (call[name] > 0) - (call[name] < 0)
-    return {"function": function} | call
+    return {"function": function} | {name: _described(value) for name, value in arguments.items()}
 
 
 def _described(value: Any) -> Any:
-    from cascade_lab.backends import Pass
+    from cascade_lab.backends import Call, Pass
 
     if isinstance(value, torch.Tensor):
         return [_name(value.dtype), list(value.shape), list(value.stride()), value.data_ptr() % 16]
@@ -52,6 +48,9 @@ def _described(value: Any) -> Any:
     if isinstance(value, Pass):
         same = value.k_cache.data_ptr() == value.v_cache.data_ptr()
         return {name: _described(one) for name, one in vars(value).items()} | {"same_memory": same}
+    if isinstance(value, Call):
+        call = {name: _described(one) for name, one in value._asdict().items()}
+        return call | {name: (call[name] > 0) - (call[name] < 0) for name in ("softmax_scale", "softcap")}
     if isinstance(value, (list, tuple)):
         return [_described(one) for one in value]
     return value
@@ -66,21 +65,21 @@ def make(call: dict[str, Any]) -> None:
 
     Inside `fake_device`, which reads no contents.
     """
+    from cascade_lab.backends import Call
     from cascade_lab.backends.triton import attention, merge
 
-    call = dict(call)
-    function = call.pop("function")
-    if function != "run_passes":
-        getattr(merge, function)(*(_empty(one) for one in call.values()))
+    arguments = dict(call)
+    function = arguments.pop("function")
+    if function != "attend":
+        getattr(merge, function)(*(_empty(one) for one in arguments.values()))
         return
-    q, passes = _empty(call.pop("q")), [_pass(one) for one in call.pop("passes")]
-    call |= {
-        "softmax_scale": float(call["softmax_scale"]),
-        "softcap": float(call["softcap"]),
-        "out_dtype": getattr(torch, call["out_dtype"]),
-        "reads": _empty(call["reads"]),
+    options = arguments["call"] | {
+        "softmax_scale": float(arguments["call"]["softmax_scale"]),
+        "softcap": float(arguments["call"]["softcap"]),
+        "out_dtype": getattr(torch, arguments["call"]["out_dtype"]),
+        "reads": _empty(arguments["call"]["reads"]),
     }
-    attention.run_passes(q, passes, **call)
+    attention.attend(_empty(arguments["q"]), [_pass(one) for one in arguments["passes"]], Call(**options))
 
 
 def _pass(one: dict[str, Any]):

@@ -377,6 +377,8 @@ ROWS = {
 RESULTS = {"Ledger", "CopiedTails", "VirtualRequests", "PrefillTerms", "Prediction", "Decision", "RuleRow", "Shard"}
 RESULTS |= {"RankLedger", "TraceSummary", "Request", "TraceError", "Calibration", "Finding", "State"}
 ELSEWHERE = {
+    "levels.PassShape.tile_tokens": dict.fromkeys(("block_m", "group"), "is asked through `Ledger.tile_tokens`"),
+    "runtime.Target": dict.fromkeys(("multiprocessors", "shared_bytes"), "a table of the package's own"),
     "attention.attention": {"window_size": "test_windows_are_pairs_of_integers"},
     "levels.cascade_attention": {"window_size": "no window is taken"},
     "prefix.remaining_scattered": {"intervals": "prefix.remaining_scattered, intervals"},

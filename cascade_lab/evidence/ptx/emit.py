@@ -11,13 +11,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from cascade_lab.evidence.ptx.faults import Unsupported
 from cascade_lab.evidence.ptx.parse import REGISTER, Instruction, address, vector
-
-if TYPE_CHECKING:
-    from cascade_lab.evidence.ptx.translate import Translation
 
 TYPE = re.compile(r"(?:([usbf])(8|16|32|64)|bf16|bf16x2|f16x2|pred)$")
 # modifiers that are understood, by opcode; types are checked where they matter
@@ -65,9 +62,9 @@ _VARIABLE = re.compile(r"\b(?:t|[a-z]+)\d+[usfpt]\b")
 
 
 class Emitter:
-    """Writes the function of one block."""
+    """Writes the function of one block of `whole`, the `translate.Translation` of its kernel."""
 
-    def __init__(self, whole: Translation, block: int, masked: bool, unknown: dict[str, str]) -> None:
+    def __init__(self, whole: Any, block: int, masked: bool, unknown: dict[str, str]) -> None:
         self.whole, self.block, self.masked, self.unknown = whole, block, masked, unknown
         self.instructions = whole.blocks[block]
         self.lines: list[str] = []

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from cascade_lab.evidence.ptx.faults import InFlight
 from cascade_lab.evidence.ptx.parse import REGISTER
 
-if TYPE_CHECKING:
-    from cascade_lab.evidence.ptx.translate import Translation
 
-
-def check_products(whole: Translation) -> None:
-    """Hold every path to the rules.
+def check_products(whole: Any) -> None:
+    """Hold every path of a `translate.Translation` to the rules.
 
     A result may be read, and any operand overwritten, only after a wait that covers its group; and an operand that
     other instructions changed needs a wgmma.fence before the product. `age` counts the groups committed since a
