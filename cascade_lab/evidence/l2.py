@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cascade_lab import _checks
 from cascade_lab.evidence.ptx.memory import SECTOR
 from cascade_lab.evidence.ptx.run import Run
-from cascade_lab.levels import check_at_least
 
 __all__ = ["DRIFTS", "LINE", "Drift", "Recording", "Replay", "record", "replay"]
 
@@ -59,7 +59,7 @@ class Drift:
     stagger: float = 0.0
 
     def __post_init__(self) -> None:
-        check_at_least("burst", self.burst, 1)
+        _checks.integer("burst", self.burst, 1)
         if not 0 <= self.stagger < math.inf:
             raise ValueError(f"stagger: expected a number from 0, given {self.stagger!r}")
 
@@ -123,7 +123,7 @@ class Replay:
         Raises:
             TypeError, ValueError: no whole number, or less than one line.
         """
-        check_at_least("capacity", capacity, LINE)
+        _checks.integer("capacity", capacity, LINE)
         lines = int(capacity) // LINE
         return {name: SECTOR * int(len(x) - np.searchsorted(x, lines)) for name, x in self._reuse.items()}
 
@@ -194,7 +194,7 @@ def replay(recording: Recording, *, slots: int, drift: Drift, seed: int = 0) -> 
     Raises:
         TypeError, ValueError: slots that are no number from 1.
     """
-    check_at_least("slots", slots, 1)
+    _checks.integer("slots", slots, 1)
     rng = np.random.default_rng(seed)
     sectors, loads = [], []
     for launch in recording._launches:

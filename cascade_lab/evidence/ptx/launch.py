@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_lab import runtime
+from cascade_lab import _checks, runtime
 from cascade_lab.evidence.driver import Launch, fake_device, keep_fake_device
 from cascade_lab.evidence.ptx.memory import Allocation, GlobalMemory, forbid
 from cascade_lab.evidence.ptx.parse import parse
@@ -163,8 +163,8 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 def _marked_bytes(tensor: Tensor, mask: Tensor) -> tuple[int, np.ndarray]:
     """The storage's address, and a bool per byte of the storage."""
-    runtime.check_is_tensor("never_read", tensor)
-    runtime.check_is_tensor("never_read", mask)
+    _checks.tensor("never_read", tensor)
+    _checks.tensor("never_read", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"never_read: expected a bool mask, given {mask.dtype}")
     storage, size = tensor.untyped_storage(), tensor.element_size()
