@@ -102,7 +102,7 @@ def tensor(
         raise TypeError(f"{name}: expected a tensor, given {type(x).__name__}")
     if dtypes and x.dtype not in dtypes:
         raise TypeError(f"{name}: expected {dtype_names(dtypes)}, given {x.dtype}")
-    if layout and (x.dim() != layout.count(",") + 1 or (sizes and x.shape != sizes)):
+    if x.shape != sizes if sizes else layout and x.dim() != layout.count(",") + 1:
         wanted = f"{layout} = {list(sizes)}" if sizes else layout
         raise ValueError(f"{name}: expected {wanted}, given shape {tuple(x.shape)}")
     if like is not None and x.device != like[1].device:

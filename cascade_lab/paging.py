@@ -32,16 +32,23 @@ def pages_needed(length: int | torch.Tensor | np.ndarray, page_size: int) -> int
     """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor or array.
 
     Raises:
-        TypeError, ValueError: a length that is no integer >= 0 (a tensor's elements are not looked at), or a page size
-            below 1.
+        TypeError, ValueError: a length that is no integer >= 0 (elements are not looked at), a page size below 1.
     """
     page_size = _checks.integer("page_size", page_size, 1)
     if not isinstance(length, (torch.Tensor, np.ndarray)) or not length.ndim:
         length = _checks.integer("length", length, 0)
-    elif isinstance(length, np.ndarray):
-        _checks.integers("length", length)
-    elif length.dtype.is_floating_point or length.dtype in (torch.bool, torch.complex64, torch.complex128):
+    elif not _holds_integers(length):
         raise TypeError(f"length: expected integers, given {_checks.shown(length)}")
+    return _pages(length, page_size)
+
+
+def _holds_integers(x: torch.Tensor | np.ndarray) -> bool:
+    if isinstance(x, np.ndarray):
+        return x.dtype.kind in "iu"
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
+def _pages(length, page_size: int):
     return (length + page_size - 1) // page_size
 
 
@@ -222,10 +229,8 @@ def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_
             f"cache_seqlens: expected 0 to {capacity} tokens ({page_table.shape[1]} pages of {page_size}), "
             f"given {int(cache_seqlens[r])} for request {r}"
         )
-    used = (
-        torch.arange(page_table.shape[1], device=page_table.device)
-        < pages_needed(cache_seqlens.long(), page_size)[:, None]
-    )
+    pages = _pages(cache_seqlens.long(), page_size)
+    used = torch.arange(page_table.shape[1], device=page_table.device) < pages[:, None]
     wrong = used & ((page_table < 0) | (page_table >= num_pages))
     if wrong.any():
         r, column = wrong.nonzero()[0].tolist()

@@ -57,19 +57,7 @@ def attend(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tenso
     """
     states = []
     for one in passes:
-        o, lse, loaded = _Attention.apply(
-            q,
-            one.k_cache,
-            one.v_cache,
-            one.page_table,
-            one.cache_seqlens,
-            one.cu_seqlens_q,
-            one.tree_mask,
-            one.tail_seqlens,
-            *one.window_size,
-            call.softmax_scale,
-            call.softcap,
-        )
+        o, lse, loaded = _Attention.apply(q, one.k_cache, one.v_cache, one, call.softmax_scale, call.softcap)
         if call.reads is not None:
             call.reads.add_(loaded)
         states.append((o, lse))
@@ -80,25 +68,26 @@ def attend(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tenso
 
 
 class _Attention(torch.autograd.Function):
-    """`_forward` with `attention_backward` as its derivative, over the fields of a `Pass` and two numbers."""
+    """`_forward` with `attention_backward` as its derivative; the caches stand beside their pass to be differentiated."""
 
     @staticmethod
-    def forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, int]:
-        *fields, softmax_scale, softcap = rest
-        return _forward(q, _one_pass(*fields), softmax_scale, softcap)
+    def forward(
+        q: Tensor, _k_cache: Tensor, _v_cache: Tensor, one: Pass, *numbers: float
+    ) -> tuple[Tensor, Tensor, int]:
+        return _forward(q, one, *numbers)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.save_for_backward(*inputs[:8], *output[:2])
-        ctx.constants = inputs[8:]
+        *differentiable, one, softmax_scale, softcap = inputs
+        indices = (one.page_table, one.cache_seqlens, one.cu_seqlens_q, one.tree_mask, one.tail_seqlens)
+        ctx.save_for_backward(*output[:2], *differentiable, *indices)
+        ctx.constants = (*one.window_size, softmax_scale, softcap)
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor, d_lse: Tensor, _loaded: None) -> tuple[Tensor | None, ...]:
-        *inputs, o, lse = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        gradients = attention_backward(list(needs), d_o, d_lse, o, lse, *inputs, *ctx.constants)
-        gradients = (x if need else None for x, need in zip(gradients, needs, strict=True))
-        return (*gradients, *(None for _ in range(9)))
+        gradients = attention_backward(list(needs), d_o, d_lse, *ctx.saved_tensors, *ctx.constants)
+        return *(x if need else None for x, need in zip(gradients, needs, strict=True)), None, None, None
 
 
 def _forward(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor, int]:
@@ -212,7 +201,8 @@ def attention_backward(
     derivative. Slots that several requests read collect the sum of their gradients; slots that nobody reads get 0.
     """
     d_o, d_lse, o = (x.to(lse.dtype) for x in (d_o, d_lse, o))
-    one = _one_pass(k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, tree_mask, tail_seqlens, left, right)
+    window = (left, right)
+    one = Pass(k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, 0, window, tree_mask, tail_seqlens)
     plan = _plan(q, one, softmax_scale, softcap)
     need_q, need_k, need_v = needs
     d_q = plan.q.new_empty(plan.q.shape, dtype=plan.dtype)
@@ -473,13 +463,6 @@ class _Plan:
                 slots = slots[visible]
             if visible.any():
                 yield _KeyBlock(self.keys.load(slots), self.values.load(slots), slots)
-
-
-def _one_pass(
-    k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, tree_mask, tail_seqlens, left: int, right: int
-) -> Pass:
-    """The pass that autograd or an operator took apart."""
-    return Pass(k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, 0, (left, right), tree_mask, tail_seqlens)
 
 
 def _plan(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> _Plan:
