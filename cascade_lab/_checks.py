@@ -124,7 +124,7 @@ def dtype(name: str, x) -> torch.dtype:
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
-    """ "float32, float16 or bfloat16"."""
+    """Their names in a message: "int32", or "float32, float16 or bfloat16"."""
     names = [str(x).removeprefix("torch.") for x in dtypes]
     return " or ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 

@@ -68,12 +68,10 @@ def attend(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tenso
 
 
 class _Attention(torch.autograd.Function):
-    """`_forward` with `attention_backward` as its derivative; the caches stand beside their pass to be differentiated."""
+    """`_forward` with `attention_backward` as its derivative; what has a gradient stands beside the pass."""
 
     @staticmethod
-    def forward(
-        q: Tensor, _k_cache: Tensor, _v_cache: Tensor, one: Pass, *numbers: float
-    ) -> tuple[Tensor, Tensor, int]:
+    def forward(q: Tensor, _k: Tensor, _v: Tensor, one: Pass, *numbers: float) -> tuple[Tensor, Tensor, int]:
         return _forward(q, one, *numbers)
 
     @staticmethod

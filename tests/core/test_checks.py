@@ -533,7 +533,11 @@ def test_tensors_are_refused_by_kind_dtype_shape_and_device():
     assert _checks.tensor("x", x, "[T, H]", (2, 3), dtypes=(torch.float32,), like=("y", x)) is x
     for error, message, given in (
         (TypeError, "x: expected a tensor, given list", dict(x=[[1.0]])),
-        (TypeError, "x: expected float16 or float64, given torch.float32", dict(dtypes=(torch.float16, torch.float64))),
+        (
+            TypeError,
+            "x: expected float16 or float64, given torch.float32",
+            dict(dtypes=(torch.float16, torch.float64)),
+        ),
         (ValueError, r"x: expected \[T\], given shape \(2, 3\)", dict(layout="[T]")),
         (ValueError, r"x: expected \[T, H\] = \[2, 4\], given shape \(2, 3\)", dict(layout="[T, H]", sizes=(2, 4))),
         (ValueError, "x: expected device meta as y, given cpu", dict(like=("y", torch.empty(1, device="meta")))),
