@@ -43,7 +43,12 @@ _TILES = {
 # where a target needs other tiles: few registers on sm_80, 64 KiB of shared memory on gfx942; a register limit of its
 # own where the assembler would spill to fit one more program
 _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
-    ("sm_80", 64): (Tile(16, 64, 4, tail_n=32), Tile(32, 64, 4), Tile(64, 64, 4), Tile(128, 64, 4, tail_n=32)),
+    ("sm_80", 64): (
+        Tile(16, 64, 4, tail_n=32),
+        Tile(32, 64, 4),
+        Tile(64, 64, 4, max_registers=255),
+        Tile(128, 64, 4, tail_n=32),
+    ),
     ("sm_80", 128): (
         Tile(16, 64, 4),
         Tile(32, 64, 8, max_registers=168),
