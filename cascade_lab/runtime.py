@@ -37,8 +37,15 @@ TARGET = "CASCADE_LAB_TARGET"
 BACKENDS = ("auto", "triton", "torch")
 """What a call's `backend` may be."""
 
-if SWITCH not in os.environ and (TARGET in os.environ or torch.cuda.device_count() == 0):
-    os.environ[SWITCH] = "0" if TARGET in os.environ else "1"
+
+
+def environment_executes() -> bool:
+    """Whether CASCADE_LAB_TARGET names a target; empty is as good as absent."""
+    return bool(os.environ.get(TARGET))
+
+
+if SWITCH not in os.environ and (environment_executes() or torch.cuda.device_count() == 0):
+    os.environ[SWITCH] = "0" if environment_executes() else "1"
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def _interpreting() -> bool:
 def _current() -> tuple[Target, bool] | None:
     """The target that CPU tensors stand for, and whether it is executed: of a context, else of the environment."""
     pretended = _pretended.get()
-    if pretended is None and TARGET in os.environ:
+    if pretended is None and environment_executes():
         return environment_target(), True
     return pretended
 
@@ -157,7 +164,7 @@ def require_triton() -> None:
             "backend='triton' needs the triton package, which could not be imported; backend='torch' works without it"
         ) from error
     loaded_compiled = isinstance(triton.language.standard.cdiv, JITFunction)
-    if TARGET in os.environ and _interpreting():
+    if environment_executes() and _interpreting():
         raise RuntimeError(f"{TARGET} executes compiled code, but {SWITCH}={os.environ[SWITCH]} asks to interpret it")
     if loaded_compiled == _interpreting():
         loaded = "compiled" if loaded_compiled else "interpreted"
@@ -165,7 +172,7 @@ def require_triton() -> None:
             f"triton was imported in {loaded} mode before {SWITCH} took its present value "
             f"{os.environ.get(SWITCH)!r}: import cascade_lab before triton, or set {SWITCH} before Python starts"
         )
-    if TARGET in os.environ and _pretended.get() is None:
+    if environment_executes() and _pretended.get() is None:
         _execute_from_now_on()
 
 

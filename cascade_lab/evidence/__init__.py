@@ -5,7 +5,6 @@ own. Importing the package registers the executor that CASCADE_LAB_TARGET asks f
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING
 
 from cascade_lab import runtime
@@ -40,5 +39,5 @@ def _execute() -> None:
     install()
 
 
-if runtime.TARGET in os.environ:
+if runtime.environment_executes():
     runtime.set_executor(_execute)

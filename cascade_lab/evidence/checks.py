@@ -91,7 +91,7 @@ def run_all(todo: Sequence[Check], *, processes: int | None = None) -> Iterator[
     Args:
         todo: the checks.
         processes: that compile and run side by side; by default up to 8 where kernels are compiled, and none but this
-            one where they are interpreted.
+            one where they are interpreted, or executed for a target without a GPU.
     """
     if processes is None:
         processes = workers() if runtime.triton_mode() == "compiled" else 1

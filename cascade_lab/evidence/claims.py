@@ -30,6 +30,8 @@ VERDICTS = (HOLDS, FAILS, NOT_MEASURED)
 COLUMNS = ("id", "statement", "instrument", "expected", "measured", "verdict")
 
 _MACHINE_BOUND = ("timed", "recorded")
+# a recorder that watches one mode alone counts nothing in the others
+_MAY_BE_ABSENT = ("timed", "recorded", "counted")
 _claims_here: dict[str, Claim] = {}
 
 
@@ -114,7 +116,8 @@ def claim(
         id: short name without spaces, unique in the notebook.
         statement: one sentence, plain text on one line.
         measured: bool, int, Fraction, float, str, a list or tuple of these, or a torch or NumPy value of one
-            element. None says that this machine cannot measure it; only for "timed" and "recorded".
+            element. None says that this machine, or this mode of Triton, cannot measure it; only for "timed", "recorded"
+            and "counted".
         expected: as `measured`, or AtMost(x), AtLeast(x). Texts and truth values are compared with their
             own kind.
         tol: absolute bound, element by element in sequences; 0 asks for exact equality.
@@ -148,9 +151,9 @@ def claim(
     if tol:
         expected_text += f" ± {_text(tol)}"
     if measured is None:
-        if instrument not in _MACHINE_BOUND:
+        if instrument not in _MAY_BE_ABSENT:
             raise ValueError(
-                f"claim {id}: measured: None is for {' and '.join(_MACHINE_BOUND)} claims, "
+                f"claim {id}: measured: None is for {', '.join(_MAY_BE_ABSENT)} claims, "
                 f"given instrument {instrument!r}"
             )
         judged = Claim(id, statement, instrument, expected_text, None, NOT_MEASURED, raw_expected)

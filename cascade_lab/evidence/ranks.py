@@ -26,11 +26,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from cascade_lab import _checks
+from cascade_lab import _checks, runtime
 from cascade_lab.evidence.claims import AtLeast, AtMost, claim
 
 HEADER = "from __future__ import annotations\n"
-# One machine, no GPU: no host name to look up, kernels interpreted, one thread for each rank that shares the cores.
+# One machine, no GPU: no host name to look up, one thread for each rank that shares the cores; kernels interpreted,
+# unless the process at hand executes compiled code.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -58,13 +59,15 @@ class Ranks:
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         arguments = [str(self._folder), str(world_size), str(timeout)]
+        # ranks of a process that executes compiled code inherit its target
+        mode = {runtime.SWITCH: "0"} if runtime.environment_executes() else {}
         try:
             for rank in range(world_size):
                 with (self._folder / f"stderr.{rank}").open("wb") as stderr:
                     self._processes.append(
                         subprocess.Popen(
                             [sys.executable, "-m", "cascade_lab.evidence.ranks", str(rank), *arguments],
-                            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+                            env=os.environ | ENVIRONMENT | mode | {"PYTHONPATH": path},
                             stdin=subprocess.PIPE,
                             stdout=subprocess.DEVNULL,
                             stderr=stderr,

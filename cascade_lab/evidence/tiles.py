@@ -1,7 +1,9 @@
 """What the Triton kernel executes of a prefill after a hit: tiles, visible pairs, distinct keys.
 
-Tiles are counted by the load recorder, as matrix products: each tile takes two, scores and output. Pairs are counted by
-the kernel itself: with q = 0 every visible key has weight e^0 = 1, so a row's e^lse is the number of keys it saw.
+In the interpreter tiles are counted by the load recorder, as matrix products: each tile takes two, scores and output.
+Compiled code that is executed has its sectors recorded instead, and a tile is a stretch of keys that a program loads.
+Pairs are counted by the kernel itself: with q = 0 every visible key has weight e^0 = 1, so a row's e^lse is the number
+of keys it saw.
 `Prefill.skip = False` gives the same causal rule to the kernel as a tree mask over all keys, which it applies inside
 every tile and never uses to leave one out. Formulas are not here: they are what these counts are held against.
 """
@@ -20,10 +22,12 @@ import torch
 
 from cascade_lab import attention, runtime
 from cascade_lab.evidence import reads
+from cascade_lab.evidence.ptx import executed
 from cascade_lab.prefix import prefix_hit_levels
+from cascade_lab.states import State
 
 PAGE_SIZE = 16
-_HEAD_DIM = 16
+_HEAD_DIM, _SECTOR = 16, 32
 
 
 @dataclass(frozen=True)
@@ -57,18 +61,31 @@ class TileCount:
 
 
 def count(prefills: Sequence[Prefill]) -> list[TileCount] | None:
-    """Run each prefill in Triton's interpreter and count; None where Triton is not installed.
+    """Run each prefill and count; None where Triton is not installed.
 
-    Where kernels are compiled, a child process interprets them.
+    Where kernels are compiled for a GPU, a child process interprets them.
     """
     if runtime.triton_mode() == "absent":
         return None
     if runtime.triton_mode() == "compiled":
         return [TileCount(**found) for found in json.loads(_interpreted(json.dumps([asdict(p) for p in prefills])))]
-    return [_count_one(prefill) for prefill in prefills]
+    one = _execute_one if runtime.triton_mode() == "executed" else _interpret_one
+    return [one(prefill) for prefill in prefills]
 
 
-def _count_one(prefill: Prefill) -> TileCount:
+@dataclass(frozen=True)
+class _Call:
+    """The tensors of one prefill, by the names they are recorded under, and the rule that hides keys."""
+
+    tensors: dict[str, torch.Tensor]
+    rule: dict
+
+    def __call__(self) -> State:
+        q, k, v, table, lengths, rows = (self.tensors[name] for name in ("q", "k", "v", "table", "lengths", "rows"))
+        return attention(q, k, v, table, lengths, cu_seqlens_q=rows, **self.rule, num_splits=1, backend="triton")
+
+
+def _call(prefill: Prefill) -> _Call:
     n, new, dtype = prefill.n, prefill.n - prefill.hit, getattr(torch, prefill.dtype)
     (level,) = prefix_hit_levels([n], [prefill.hit], PAGE_SIZE)
     gen = torch.Generator().manual_seed(0)
@@ -82,17 +99,50 @@ def _count_one(prefill: Prefill) -> TileCount:
         mask = _causal_bits(n, prefill.hit)
         rule = {"tree_mask": mask, "tail_seqlens": lengths}
     tensors = {"q": q, "k": k, "v": v, "table": level.page_table, "lengths": lengths, "rows": rows, "mask": mask}
-    with reads.record_loads(**tensors) as record:
-        state = attention(q, k, v, level.page_table, lengths, cu_seqlens_q=rows, **rule, num_splits=1, backend="triton")
+    return _Call(tensors, rule)
+
+
+def _interpret_one(prefill: Prefill) -> TileCount:
+    call = _call(prefill)
+    with reads.record_loads(**call.tensors) as record:
+        state = call()
     # scores are [M, D] x [D, N] and outputs [M, N] x [N, D]; no tile has fewer keys than _HEAD_DIM
     ((block_m, block_n),) = {(m, max(columns, inner)) for m, columns, inner in record.dots}
     return TileCount(
         block_m=block_m,
         block_n=block_n,
         tiles=sum(record.dots.values()) // 2,
-        pairs=int(state.lse.double().exp().round().sum()),
-        keys=record["k"].distinct_bytes // (_HEAD_DIM * dtype.itemsize),
+        pairs=_pairs(state),
+        keys=record["k"].distinct_bytes // (_HEAD_DIM * call.tensors["k"].element_size()),
     )
+
+
+def _execute_one(prefill: Prefill) -> TileCount:
+    from cascade_lab.backends.triton.config import rows_of, tile_for
+
+    call, target = _call(prefill), runtime.pretended_target().name
+    with executed(target, stream=True) as runs:
+        state = call()
+    (run,) = runs
+    packed = (prefill.n - prefill.hit) * (prefill.num_q_heads // prefill.num_kv_heads)
+    tile = tile_for(packed, _HEAD_DIM, call.tensors["q"].dtype, rows_of(target))
+    loaded: dict[tuple[int, int, int], set[int]] = {}
+    for program, name, sectors, _ in run.stream:
+        if name == "k":
+            loaded.setdefault(program, set()).update(sectors.tolist())
+    per_key = _HEAD_DIM * call.tensors["k"].element_size() // _SECTOR
+    return TileCount(
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        # a program walks from the first key on, block_n at a time
+        tiles=sum(-(-len(sectors) // (per_key * tile.block_n)) for sectors in loaded.values()),
+        pairs=_pairs(state),
+        keys=len(set().union(*loaded.values())) // per_key,
+    )
+
+
+def _pairs(state: State) -> int:
+    return int(state.lse.double().exp().round().sum())
 
 
 def _causal_bits(n: int, hit: int) -> torch.Tensor:

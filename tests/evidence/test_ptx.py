@@ -378,6 +378,8 @@ def test_instructions_are_counted_per_warp_that_reaches_them():
 
 
 SHARED = "mul.lo.s32 %r2, %r1, 4; xor.b32 %r3, %r2, 128; "
+# the neighbour's word, in the same warp
+NEXT = "mul.lo.s32 %r2, %r1, 4; xor.b32 %r3, %r2, 4; "
 COPY = SHARED + "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x4; cp.async.commit_group; "
 TF32 = (
     "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r2, %r3, %r4, %r5}, {%r2, %r3}, {%r4}, {%r2, %r3, %r4, %r5};"
@@ -399,6 +401,13 @@ TF32 = (
         (SHARED + "ld.shared.b32 %r4, [%r3]; st.shared.b32 [%r2], %r1;", Race, "another thread's read"),
         (SHARED + "st.shared.b32 [%r2], %r1; st.shared.b32 [%r3], %r1;", Race, "overwrites byte"),
         ("mov.b32 %r2, 0; st.shared.b32 [%r2], %r1;", Race, "another lane's other value"),
+        (SHARED + "st.shared.b32 [%r2], %r1; bar.warp.sync -1; ld.shared.b32 %r4, [%r3];", Race, "reads byte"),
+        (SHARED + "ld.shared.b32 %r4, [%r3]; bar.warp.sync -1; st.shared.b32 [%r2], %r1;", Race, "another thread's read"),
+        (SHARED + "ld.shared.b32 %r4, [%r2]; ld.shared.b32 %r4, [%r3]; bar.warp.sync -1; st.shared.b32 [%r2], %r1;",
+         Race, "another thread's read"),
+        (SHARED + "st.shared.b32 [%r2], %r1; bar.warp.sync -1; st.shared.b32 [%r3], %r1;", Race, "overwrites byte"),
+        (NEXT + "st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r3]; bar.warp.sync -1;", Race, "reads byte"),
+        (NEXT + "bar.warp.sync -1; ld.shared.b32 %r4, [%r3]; st.shared.b32 [%r2], %r1;", Race, "another thread's read"),
         (COPY + "bar.sync 0; ld.shared.b32 %r4, [%r2];", Race, "copy"),
         (COPY + "cp.async.wait_group 1; bar.sync 0; ld.shared.b32 %r4, [%r2];", Race, "copy"),
         (COPY + "cp.async.wait_group 0; ld.shared.b32 %r4, [%r3];", Race, "write"),
@@ -419,6 +428,10 @@ def test_broken_rules_are_faults_that_name_the_place(body, fault, says):
         SHARED + "st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r2]; st.shared.b32 [%r2], %r4;",
         "mov.b32 %r2, 0; st.shared.b32 [%r2], %r2;",
         SHARED + "ld.shared.b32 %r4, [%r2]; ld.shared.b32 %r5, [%r3];",
+        NEXT + "st.shared.b32 [%r2], %r1; bar.warp.sync -1; ld.shared.b32 %r4, [%r3];",
+        NEXT + "ld.shared.b32 %r4, [%r3]; bar.warp.sync -1; st.shared.b32 [%r2], %r1;",
+        NEXT + "ld.shared.b32 %r4, [%r3]; ld.shared.b32 %r4, [%r2]; bar.warp.sync -1; st.shared.b32 [%r2], %r1;",
+        NEXT + "st.shared.b32 [%r2], %r1; bar.warp.sync -1; st.shared.b32 [%r3], %r1;",
     ],
 )
 def test_ordered_accesses_are_no_races(body):

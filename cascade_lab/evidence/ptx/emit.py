@@ -271,7 +271,8 @@ class Emitter:
     # order
 
     def _bar(self, i: Instruction, guard: str | None, taking: str) -> None:
-        if "warp" in i.parts:
+        if i.opcode == "bar.warp.sync" and i.operands in (("-1",), ("0xffffffff",)):
+            self.lines.append(f"shared.warp_barrier({i.index}, {taking})")
             return
         if i.operands != ("0",):
             raise Unsupported(i.text)

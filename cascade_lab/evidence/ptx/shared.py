@@ -146,7 +146,7 @@ class SharedMemory:
                 if writes:
                     self.shadow.writing(index, places, 16, taking)
                 else:
-                    self.shadow.reading(index, places, 16, taking, together=True)
+                    self.shadow.reading(index, places, 16, taking, readers=WARP)
         return rows.reshape(-1, WARP)[:, : 8 * count]
 
     def copy(self, index: int, memory: GlobalMemory, to, to_offset: int, source, offset: int, width: int, size, mask):
@@ -188,6 +188,11 @@ class SharedMemory:
         self.lanes.require_whole(index, mask, self.lanes.threads)
         if self.shadow:
             self.shadow.barrier(mask)
+
+    def warp_barrier(self, index: int, mask) -> None:
+        self.lanes.require_whole(index, mask, WARP)
+        if self.shadow:
+            self.shadow.warp_barrier(mask)
 
     def fence(self, mask) -> None:
         """fence.proxy.async: what was written before is seen by products from now on."""
