@@ -1,4 +1,6 @@
-# make run       execute every notebook into build/ and print the table of claims
+# make run       execute every notebook into build/ and print the table of claims; TARGET=sm_90 or sm_80 executes
+#                compiled code without a GPU, into build/sm_90/
+# make modes     run every notebook in every mode of Triton and record which claims hold in which
 # make test      every behaviour by its quick tests, committed outputs against fresh ones
 # make test-all  everything CI checks: all tests, and the committed pictures against fresh ones as well
 # make site      web pages of notebooks, claims and package in build/site, without running anything
@@ -9,11 +11,17 @@ PY := $(VENV)/bin/python
 # Committed outputs come from the CPU interpreter, so they are compared there on every machine.
 ON_CPU := env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
 
+# Only from make's command line: a TARGET of the environment belongs to somebody else.
+TARGET :=
+
 .DEFAULT_GOAL := run
-.PHONY: run test test-all fuzz refresh lint bench clean venv
+.PHONY: run modes test test-all fuzz refresh lint bench clean venv
 
 run: venv
-	$(PY) -m cascade_lab run
+	$(PY) -m cascade_lab run $(if $(TARGET),--target $(TARGET))
+
+modes: venv
+	$(PY) -m cascade_lab modes
 
 TEST := $(PY) -m pytest tests -n 2 --dist loadfile --durations 10
 # As a reader's Jupyter runs them: cell by cell, without the runner of this package.

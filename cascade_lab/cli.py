@@ -7,14 +7,15 @@ status: 0 all well, 1 something failed, 2 wrong usage; 129, 130 and 143 hung up,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import cascade_lab
-from cascade_lab import trace_report
-from cascade_lab.book import runner
-from cascade_lab.evidence.claims import FAILS, print_table
+from cascade_lab import runtime, trace_report
+from cascade_lab.book import modes, runner
+from cascade_lab.evidence.claims import COLUMNS, FAILS, print_table
 from cascade_lab.files import Stopped, UsageError, as_exceptions, one_line
 
 _EXAMPLES = """\
@@ -22,6 +23,7 @@ examples:
   cascade-lab run                              every notebook, results in build/
   cascade-lab run 01 -p seed 3                 one notebook with another value of its parameter `seed`
   cascade-lab run --output ../results          from a checkout that cannot be written
+  cascade-lab run --target sm_90               with compiled code, executed without a GPU; results in build/sm_90/
   cascade-lab claims                           the table of the last run again
   cascade-lab check                            are the committed notebooks canonical and fresh?
   cascade-lab trace requests.jsonl             what the prefix hits of a trace are worth
@@ -87,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for results (default: build/ beside the notebooks folder)"
     )
+    target = argparse.ArgumentParser(add_help=False)
+    target.add_argument(
+        "--target",
+        default=os.environ.get(runtime.TARGET) or None,
+        metavar="SM",
+        help="sm_80 or sm_90: kernels are compiled for it and what was compiled is executed on the CPU; results lie in "
+        "a folder of that name in the output folder",
+    )
     timeout = argparse.ArgumentParser(add_help=False)
     timeout.add_argument(
         "--timeout", type=_seconds, default=120, metavar="S", help="seconds for each cell (default: %(default)s)"
@@ -94,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
-        parents=[names, source, output, timeout],
+        parents=[names, source, output, target, timeout],
         help="execute notebooks and print their claims",
         description="Execute notebooks into the output folder as NAME.ipynb and NAME.html, write claims.json, and "
         "print the table of claims. A notebook that fails is kept in failed/ and makes the exit status 1; so does a "
@@ -134,11 +144,22 @@ def _parser() -> argparse.ArgumentParser:
 
     claims = commands.add_parser(
         "claims",
-        parents=[source, output],
+        parents=[source, output, target],
         help="print the claims of the last runs",
-        description="Print the table of claims from claims.json in the output folder.",
+        description="Print the table of claims from claims.json in the output folder, each with the modes of Triton "
+        "that figures/measured/modes.json records it to hold in.",
     )
     claims.set_defaults(carry_out=_claims)
+
+    recorded = commands.add_parser(
+        "modes",
+        parents=[source, timeout],
+        help="run all notebooks in every mode of Triton and record which claims hold in which",
+        description="Run all notebooks with default parameters as code compiled for sm_80 and for sm_90, executed on "
+        "the CPU, and on a GPU where there is one. Which claims held where is written to figures/measured/modes.json; "
+        "the interpreter's verdicts are those of the committed notebooks.",
+    )
+    recorded.set_defaults(carry_out=_modes)
 
     site = commands.add_parser(
         "site",
@@ -188,7 +209,43 @@ def _run(options: argparse.Namespace) -> int:
         parameters[name] = text
     folder = runner.find_folder(options.notebooks)
     return runner.run(
-        options.names, parameters, folder=folder, output=_output(options, folder), cell_timeout=options.timeout
+        options.names,
+        parameters,
+        folder=folder,
+        output=_output(options, folder),
+        environment=_executing(options.target) if options.target else None,
+        cell_timeout=options.timeout,
+    )
+
+
+def _executing(target: str) -> dict[str, str]:
+    """The variables of a process that executes what is compiled for `target`."""
+    from cascade_lab.evidence.ptx.launch import executed_target
+
+    try:
+        name = executed_target(target).name
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    if runtime.triton_mode() == "absent":
+        raise UsageError("--target: compiling needs the triton package, which is not installed")
+    return {runtime.TARGET: name, runtime.SWITCH: "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+def _modes(options: argparse.Namespace) -> int:
+    import torch
+
+    folder = runner.find_folder(options.notebooks)
+    environments = {mode: _executing(target) for target, mode in modes.EXECUTED.items()}
+    devices = list(modes.EXECUTED)
+    if torch.cuda.device_count():
+        environments[modes.ON_A_GPU] = {runtime.TARGET: "", runtime.SWITCH: "0"}
+        devices.append(torch.cuda.get_device_name())
+    return modes.record(
+        environments,
+        folder=folder,
+        devices=devices,
+        provenance=runtime.provenance(),
+        cell_timeout=options.timeout,
     )
 
 
@@ -209,12 +266,22 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _claims(options: argparse.Namespace) -> int:
-    output = _output(options, None if options.output else runner.find_folder(options.notebooks))
+    if options.target:
+        _executing(options.target)
+    try:
+        folder = runner.find_folder(options.notebooks)
+    except UsageError:
+        if options.notebooks or not options.output:
+            raise
+        folder = None
+    output = _output(options, folder)
     records = runner.read_claims(output)
     if not records:
         print(f"no claims in {output} yet; `cascade-lab run` makes them", file=sys.stderr)
         return 1
-    print_table(records)
+    known = modes.held(folder) if folder else {}
+    columns = (*COLUMNS, modes.COLUMN) if known else COLUMNS
+    print_table(modes.with_modes(records, known), columns)
     return 1 if any(record["verdict"] == FAILS for record in records) else 0
 
 
@@ -232,7 +299,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace, folder: Path | None) -> Path:
-    return (options.output or folder.parent / "build").resolve()
+    output = (options.output or folder.parent / "build").resolve()
+    return output / options.target if options.target else output
 
 
 def _seconds(text: str) -> int:

@@ -38,7 +38,6 @@ BACKENDS = ("auto", "triton", "torch")
 """What a call's `backend` may be."""
 
 
-
 def environment_executes() -> bool:
     """Whether CASCADE_LAB_TARGET names a target; empty is as good as absent."""
     return bool(os.environ.get(TARGET))

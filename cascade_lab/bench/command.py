@@ -79,6 +79,9 @@ def _run_gpu(args: argparse.Namespace) -> int:
             "or try the GPU's benchmark at tiny sizes with: bench --smoke"
         )
         return 1
+    if runtime.triton_mode() == "executed":
+        print(f"bench: {runtime.device_reason()}, which takes no time of a GPU; unset {runtime.TARGET}")
+        return 1
     if runtime.triton_mode() == "absent":
         print("bench: the kernels need Triton, which is not installed; measure the CPU with: bench --cpu")
         return 1

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from cascade_lab.book import canonical
 from cascade_lab.book.execution import execute, load, temporary_folder
 from cascade_lab.book.export import to_html
 from cascade_lab.book.parameters import NotebookError, bind, read_parameters
-from cascade_lab.evidence.claims import FAILS, check_record, gather, print_table
+from cascade_lab.evidence.claims import FAILS, NOT_MEASURED, Claim, check_record, gather, print_table
 from cascade_lab.files import FIGURES, UsageError, one_line, put_in_place, read_json
 
 try:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 CLAIMS_FILE = "claims.json"
 CELL_TIMEOUT, START_TIMEOUT = 120, 60
 # Committed outputs come from one place that every machine has.
-_ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+_ON_CPU = {"TRITON_INTERPRET": "1", "CASCADE_LAB_TARGET": "", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
 def find_folder(given: Path | None = None) -> Path:
@@ -97,8 +98,10 @@ def run(
     *,
     folder: Path,
     output: Path,
+    environment: Mapping[str, str] | None = None,
     cell_timeout: int = CELL_TIMEOUT,
     start_timeout: int = START_TIMEOUT,
+    quiet: bool = False,
 ) -> int:
     """Execute notebooks, publish each good one as NAME.ipynb and NAME.html, and print a table of claims.
 
@@ -112,8 +115,11 @@ def run(
             name.
         folder: the notebooks folder; only read.
         output: where results go; created if needed.
+        environment: variables that bring about another mode of Triton than that of this process. A claim that the
+            committed notebook makes and a run in that mode does not is then listed as not measured there.
         cell_timeout: seconds for each cell.
         start_timeout: seconds for the kernel to start.
+        quiet: print no table.
 
     Returns:
         0 when every notebook gave a result, else 1, after one message on stderr for each that did not.
@@ -143,12 +149,14 @@ def run(
                     *found,
                     path=path,
                     scratch=scratch,
-                    environment={FIGURES: str(figures)},
+                    environment={**(environment or {}), FIGURES: str(figures)},
                     cell_timeout=cell_timeout,
                     start_timeout=start_timeout,
                     progress_bar=_on_terminal(),
                 )
                 claims = [claim.record(path.stem) for claim in gather(executed)]
+                if environment and not parameters:
+                    claims = _with_unmeasured(claims, gather(found[0]), path.stem)
                 executed = canonical.canonical(executed, keep_measurements=True)
                 place = output
                 _publish(_results(executed, figures, path, output), claims, path, output, complete)
@@ -162,11 +170,21 @@ def run(
                     _say(f"{path.name}: no results: {error.strerror or error}: {error.filename or place}")
         shown += claims
     try:
-        print_table(sorted(shown, key=lambda record: record["notebook"]))
+        if not quiet:
+            print_table(sorted(shown, key=lambda record: record["notebook"]))
     except BrokenPipeError:
         # The reader of a pipe left early; Python would complain once more when it flushes at exit.
         sys.stdout = None
     return status
+
+
+def _with_unmeasured(claims: Sequence[dict], committed: Sequence[Claim], notebook: str) -> list[dict]:
+    """The claims of a run, and in their places those of the committed notebook that it could not make."""
+    made = {claim["id"]: claim for claim in claims}
+    absent = [replace(c, verdict=NOT_MEASURED, measured=None, raw_measured=None) for c in committed if c.id not in made]
+    made |= {claim.id: claim.record(notebook) for claim in absent}
+    order = [claim.id for claim in committed]
+    return [made.pop(id) for id in order] + list(made.values())
 
 
 def read_claims(output: Path) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_lab import files
-from cascade_lab.book import canonical
+from cascade_lab.book import canonical, modes
 from cascade_lab.book.execution import load
 from cascade_lab.book.export import picture, render, to_html
 from cascade_lab.book.parameters import NotebookError
@@ -31,13 +31,14 @@ _FIGURE = re.compile(r'src="(?P<file>[^"]+)".*?alt="(?P<alt>[^"]*)"')
 
 @dataclass(frozen=True)
 class Entry:
-    """One notebook on the index: name, title and claim as HTML, its picture, and its judged claims."""
+    """One notebook on the index: name, title and claim as HTML, picture, judged claims, and by id where they held."""
 
     name: str
     title: str
     claim: str
     picture: str
     claims: tuple[Claim, ...]
+    held: dict[str, str]
 
 
 def build(folder: Path, output: Path) -> int:
@@ -103,7 +104,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
         ("map.html", "Map", "Map of the package"),
         *((f"{path.stem}.html", path.stem.partition("_")[0], path.stem.replace("_", " ")) for path in paths),
     ]
-    entries = []
+    entries, known = [], modes.held(folder)
     for path in paths:
         try:
             notebook = load(path)
@@ -120,7 +121,14 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
         heading = re.search(r"^# (.+)$", notebook.cells[0].source, re.MULTILINE)
         claim, image = _row(readme, path.stem, folder.parent)
         entries.append(
-            Entry(path.stem, _inline(heading[1] if heading else path.stem), _inline(claim), image, tuple(claims))
+            Entry(
+                path.stem,
+                _inline(heading[1] if heading else path.stem),
+                _inline(claim),
+                image,
+                tuple(claims),
+                {c.id: modes.text(known.get((path.stem, c.id, c.statement), ())) for c in claims},
+            )
         )
     yield (
         "index.html",
@@ -129,7 +137,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             title=title,
             introduction=markdown.to_html(introduction),
             notebooks=entries,
-            columns=COLUMNS,
+            columns=(*COLUMNS, modes.COLUMN),
             count=sum(len(entry.claims) for entry in entries),
             navigation=navigation,
             root="",

@@ -116,8 +116,8 @@ def claim(
         id: short name without spaces, unique in the notebook.
         statement: one sentence, plain text on one line.
         measured: bool, int, Fraction, float, str, a list or tuple of these, or a torch or NumPy value of one
-            element. None says that this machine, or this mode of Triton, cannot measure it; only for "timed", "recorded"
-            and "counted".
+            element. None says that this machine, or this mode of Triton, cannot measure it; only for "timed",
+            "recorded" and "counted".
         expected: as `measured`, or AtMost(x), AtLeast(x). Texts and truth values are compared with their
             own kind.
         tol: absolute bound, element by element in sequences; 0 asks for exact equality.
@@ -153,8 +153,7 @@ def claim(
     if measured is None:
         if instrument not in _MAY_BE_ABSENT:
             raise ValueError(
-                f"claim {id}: measured: None is for {', '.join(_MAY_BE_ABSENT)} claims, "
-                f"given instrument {instrument!r}"
+                f"claim {id}: measured: None is for {', '.join(_MAY_BE_ABSENT)} claims, given instrument {instrument!r}"
             )
         judged = Claim(id, statement, instrument, expected_text, None, NOT_MEASURED, raw_expected)
     else:
@@ -238,28 +237,31 @@ def check_record(record: object, name: str) -> None:
             raise ValueError(f"{name}: {field}: expected values that JSON knows, lists of them, or null")
 
 
-def format_table(records: Iterable[Mapping[str, object]], width: int | None = None) -> str:
+def format_table(
+    records: Iterable[Mapping[str, object]], width: int | None = None, columns: Sequence[str] = COLUMNS
+) -> str:
     """Lay claims out as text.
 
     Args:
-        records: objects with the COLUMNS as keys, for example those of claims.json.
+        records: objects with the columns as keys, for example those of claims.json.
         width: columns of the terminal; long cells are wrapped to fit. None writes one line per claim.
+        columns: their headings.
     """
-    rows = [[one_line(_cell(record[name]), 2000) for name in COLUMNS] for record in records]
+    rows = [[one_line(_cell(record[name]), 2000) for name in columns] for record in records]
     if not rows:
         return "no claims"
-    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(COLUMNS)]
+    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(columns)]
     if width is not None:
-        gaps = 2 * (len(COLUMNS) - 1)
-        floors = {"statement": 24, "expected": 12, "measured": 12}
+        gaps = 2 * (len(columns) - 1)
+        floors = {name: 12 for name in columns if name not in ("id", "instrument", "verdict")} | {"statement": 24}
         while sum(widths) + gaps > width:
-            spare = {i: widths[i] - floors[name] for i, name in enumerate(COLUMNS) if name in floors}
+            spare = {i: widths[i] - floors[name] for i, name in enumerate(columns) if name in floors}
             widest = max(spare, key=lambda i: spare[i])
             if spare[widest] <= 0:
                 break
             widths[widest] -= 1
     lines = []
-    for row in [list(COLUMNS), ["-" * w for w in widths], *rows]:
+    for row in [list(columns), ["-" * w for w in widths], *rows]:
         cells = [textwrap.wrap(text, w) or [""] for text, w in zip(row, widths, strict=True)]
         for k in range(max(map(len, cells))):
             parts = (cell[k] if k < len(cell) else "" for cell in cells)
@@ -267,10 +269,10 @@ def format_table(records: Iterable[Mapping[str, object]], width: int | None = No
     return "\n".join(lines)
 
 
-def print_table(records: Iterable[Mapping[str, object]]) -> None:
+def print_table(records: Iterable[Mapping[str, object]], columns: Sequence[str] = COLUMNS) -> None:
     """Print claims: fitted to the terminal when there is one, one line per claim when piped."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(format_table(records, width))
+    print(format_table(records, width, columns))
 
 
 def markdown_table(claims: Sequence[Claim]) -> str:

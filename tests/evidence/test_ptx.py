@@ -402,7 +402,7 @@ TF32 = (
         (SHARED + "st.shared.b32 [%r2], %r1; st.shared.b32 [%r3], %r1;", Race, "overwrites byte"),
         ("mov.b32 %r2, 0; st.shared.b32 [%r2], %r1;", Race, "another lane's other value"),
         (SHARED + "st.shared.b32 [%r2], %r1; bar.warp.sync -1; ld.shared.b32 %r4, [%r3];", Race, "reads byte"),
-        (SHARED + "ld.shared.b32 %r4, [%r3]; bar.warp.sync -1; st.shared.b32 [%r2], %r1;", Race, "another thread's read"),
+        (SHARED + "ld.shared.b32 %r4, [%r3]; bar.warp.sync -1; st.shared.b32 [%r2], %r1;", Race, "thread's read"),
         (SHARED + "ld.shared.b32 %r4, [%r2]; ld.shared.b32 %r4, [%r3]; bar.warp.sync -1; st.shared.b32 [%r2], %r1;",
          Race, "another thread's read"),
         (SHARED + "st.shared.b32 [%r2], %r1; bar.warp.sync -1; st.shared.b32 [%r3], %r1;", Race, "overwrites byte"),

@@ -167,7 +167,7 @@ class Shadow:
         return cells, lanes, self.lanes.thread[lanes]
 
     def _ordered(self, warp: np.ndarray, passed: np.ndarray, lanes: np.ndarray, thread: np.ndarray) -> np.ndarray:
-        """Whether a barrier of the lanes' own warp lies between them and an access by `warp` after `passed` barriers."""
+        """Whether a barrier of the lanes' warp lies between them and an access by `warp` after `passed` barriers."""
         return (warp == thread // WARP) & (passed < self._passed[lanes])
 
     def _write(self, places: np.ndarray, cells: np.ndarray, lanes: np.ndarray, thread: np.ndarray) -> None:
