@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 # Committed outputs come from the CPU interpreter, so they are compared there on every machine.
-ON_CPU := env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
+ON_CPU := env TRITON_INTERPRET=1 CASCADE_LAB_TARGET= CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
 
 # Only from make's command line: a TARGET of the environment belongs to somebody else.
 TARGET :=

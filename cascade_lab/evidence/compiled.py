@@ -422,7 +422,8 @@ def in_child(expression: str, module: str = "cascade_lab.evidence.compiled") -> 
         RuntimeError: the child failed; its last line of error is in the message.
     """
     code = f"import json, {module} as module; print(json.dumps(eval({expression!r}, vars(module))))"
-    environment = os.environ | {runtime.SWITCH: "0", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    environment = os.environ | {runtime.SWITCH: "0", runtime.TARGET: "", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(

@@ -211,15 +211,19 @@ def test_an_interrupt_leaves_no_kernel_behind(folder, output):
     assert left_behind(output) == []
 
 
-def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_path, capfd):
+def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_path, capfd, monkeypatch):
     """K71, K84, K86: split prints merge, ignored cells may differ, the file keeps its bytes. One line says so."""
     figures = tmp_path / "figures"
+    monkeypatch.setenv("CASCADE_LAB_TARGET", "sm_90")
     path = write(
         folder,
         "01_good",
         "import os, pathlib, time\nfor i in range(3):\n    print(i, flush=True)\n    time.sleep(0.05)",
         code("time.time_ns()", "nbval-ignore-output"),
-        code("print(os.environ['TRITON_INTERPRET'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"),
+        code(
+            "names = 'TRITON_INTERPRET', 'CASCADE_LAB_TARGET', 'CUDA_VISIBLE_DEVICES'\n"
+            "print(*(repr(os.environ[name]) for name in names))"
+        ),
         code(shown_claim("1.1"), "nbval-check-output"),
         "folder = pathlib.Path(os.environ['CASCADE_LAB_FIGURES'])\nfolder.mkdir(exist_ok=True)\n"
         "_ = (folder / 'a.svg').write_text('<svg>1</svg>')",
@@ -230,7 +234,7 @@ def test_refresh_is_idempotent_and_check_notices_every_staleness(folder, tmp_pat
     assert capfd.readouterr() == ("refreshed 01_good.ipynb, a.svg\n", "")
     first = path.read_bytes()
     assert load(path).cells[2].outputs == [new_output("stream", name="stdout", text="0\n1\n2\n")]
-    assert load(path).cells[4].outputs[0].text == "1 ''\n"
+    assert load(path).cells[4].outputs[0].text == "'1' '' ''\n"
     assert MIME in load(path).cells[5].outputs[0].data
     assert MIME not in load(path).cells[5].outputs[0].metadata
     (figures / "a.svg").unlink()

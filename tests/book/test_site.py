@@ -22,7 +22,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 import cascade_lab
 from cascade_lab import book, cli
-from cascade_lab.book import api_pages, export, layout, runner, site
+from cascade_lab.book import api_pages, export, layout, modes, runner, site
 from cascade_lab.book.mathml import FormulaError, to_mathml
 from cascade_lab.book.parameters import NotebookError
 from cascade_lab.evidence.claims import MIME, gather
@@ -30,6 +30,7 @@ from cascade_lab.files import UsageError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+HELD = modes.held(CHECKOUT / "notebooks")
 NOTEBOOKS = {path.stem: path for path in sorted((CHECKOUT / "notebooks").glob("*.ipynb"))}
 
 
@@ -135,9 +136,11 @@ def test_every_claim_is_in_the_table_with_its_values_and_a_link_to_its_place(pag
         claims = gather(nbformat.read(path, as_version=4))
         table = pages["index.html"].find("div", attrs={"aria-label": f"Claims of {name}"}).table
         header = [cell.get_text() for cell in table.thead.find_all("th")]
-        assert header == ["id", "statement", "instrument", "expected", "measured", "verdict"]
+        assert header == ["id", "statement", "instrument", "expected", "measured", "verdict", "held in"]
         rows = [[cell.get_text() for cell in row.find_all(["th", "td"])] for row in table.tbody.find_all("tr")]
-        assert rows == [[c.id, c.statement, c.instrument, c.expected, c.measured or "", c.verdict] for c in claims]
+        where = [modes.text(HELD[name, c.id, c.statement]) for c in claims]
+        values = [[c.id, c.statement, c.instrument, c.expected, c.measured or "", c.verdict] for c in claims]
+        assert rows == [[*row, place] for row, place in zip(values, where, strict=True)]
         places = {place["id"]: place.get_text() for place in pages[f"{name}.html"].find_all("div", class_="claim")}
         for claim in claims:
             assert f"{claim.id} {claim.verdict}: {claim.statement}" in places[f"claim-{claim.id}"]

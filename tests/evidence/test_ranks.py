@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from cascade_lab import runtime
 from cascade_lab.evidence import ranks as ranks_module
 from cascade_lab.evidence.claims import AtLeast, AtMost, claim
 from cascade_lab.evidence.ranks import Ranks, bytes_sent, run_ranks
@@ -52,6 +53,30 @@ def gone(pid: int, patience: float = HANGS_S) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def merged():
+    import os
+
+    import torch
+
+    from cascade_lab import merge_state, runtime
+
+    o, lse = torch.full((3, 2, 16), 2.0), torch.zeros(3, 2)
+    state = merge_state(o, lse, o, lse, backend="triton")
+    return [
+        runtime.triton_mode(),
+        os.environ[runtime.SWITCH],
+        state.o.unique().tolist(),
+        round(float(state.lse.max()), 4),
+    ]
+
+
+@pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Triton is not installed")
+@pytest.mark.parametrize(("target", "mode", "switch"), [("sm_90", "executed", "0"), ("", "interpreted", "1")])
+def test_ranks_take_the_target_of_the_process_that_starts_them(target, mode, switch, monkeypatch):
+    monkeypatch.setenv(runtime.TARGET, target)
+    assert run_ranks(merged, 2) == [[mode, switch, [2.0], 0.6931]] * 2
 
 
 def where(scale, names):

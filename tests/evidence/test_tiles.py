@@ -1,6 +1,10 @@
 """Counts taken from the interpreted kernel equal the closed forms, and a kernel that only masks does more."""
 
+import json
 import os
+import subprocess
+import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -55,6 +59,27 @@ def test_causal_bits_show_what_the_oracle_shows(n, hit):
     (visible,) = reference.visible_keys(torch.tensor([0, n - hit]), torch.tensor([n]), causal=True)
     key = torch.arange(n)
     assert torch.equal((bits[:, key // 64] >> (key % 64) & 1).bool(), visible)
+
+
+COUNTED = """
+import json, sys
+from dataclasses import asdict
+from cascade_lab.evidence.tiles import Prefill, count
+print(json.dumps([asdict(found) for found in count([Prefill(**p) for p in json.load(sys.stdin)])]))
+"""
+
+
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_80", marks=pytest.mark.long)])
+def test_executed_code_is_counted_to_the_closed_forms_too(target):
+    prefills = [*CASES, Prefill(160, 33, 4, 2, skip=False)]
+    environment = os.environ | {runtime.SWITCH: "0", runtime.TARGET: target}
+    environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    given = json.dumps([asdict(prefill) for prefill in prefills])
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], input=given, capture_output=True, text=True, env=environment, check=True
+    )
+    for prefill, found in zip(prefills, (TileCount(**each) for each in json.loads(done.stdout)), strict=True):
+        assert (found.tiles, found.pairs, found.keys) == _expected(prefill, found), prefill
 
 
 @interpreted

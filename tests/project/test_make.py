@@ -56,6 +56,13 @@ def test_the_environment_is_made_once(make):
     assert make() == (0, ["-m cascade_lab run"])
 
 
+def test_a_target_is_named_on_the_command_line_of_make_alone(make):
+    make("venv")
+    assert make("run", "TARGET=sm_90") == (0, ["-m cascade_lab run --target sm_90"])
+    assert make("run", TARGET="x86_64") == (0, ["-m cascade_lab run"])
+    assert make("modes") == (0, ["-m cascade_lab modes"])
+
+
 def test_other_declarations_update_it_and_another_interpreter_replaces_it(make):
     make("venv")
     with (make.place / "constraints.txt").open("a") as file:
