@@ -229,7 +229,12 @@ def seeded(names: list[str]) -> dict:
     return {str(key): value for key, value in found.items()}
 
 
-KERNELS = {"causal": Work(64, 16, "causal"), "tree": Work(128, 128), "single": Work(64, 32, dtype="float32")}
+KERNELS = {
+    "causal": Work(64, 16, "causal"),
+    "tree": Work(128, 128),
+    "single": Work(64, 32, dtype="float32"),
+    "narrow": Work(16, 64, "causal", dtype="float16"),
+}
 
 
 def _noticed(bug: Bug, case: AttentionCase) -> str:

@@ -115,6 +115,8 @@ BUGS = [
     Bug("B taken as transposed", "tree", "sm_90", "values", line(r"wgmma\.mma.*1, 1, 1;", "1, 1, 1;", "1, 1, 0;")),
     Bug("a product on top of the last", "tree", "sm_90", "values", line(_FRESH, ", 0, 1", ", 1, 1")),
     Bug("stored page ids 16 bytes on", "causal", "sm_90", "OutOfBounds", line(r"stmatrix", _PLACE, _MOVED)),
+    Bug("a barrier of a warp dropped", "narrow", "sm_90", "Race", drop(r"bar\.warp\.sync")),
+    Bug("a barrier of a warp dropped on sm_80", "narrow", "sm_80", "Race", drop(r"bar\.warp\.sync")),
     Bug("a factor from the wrong place", "single", "sm_80", "values", added(_FACTORS, 16, 3)),
     Bug("a barrier dropped around plain stores", "single", "sm_90", "Race", drop(_BARRIER, 1)),
     Bug("scalars read 2 bytes on", "single", "sm_80", "Misaligned", line(r"ld\.shared\.b32.*\[%r\d+\]", r"\]", "+2]")),
