@@ -137,6 +137,14 @@ def test_without_cpu_the_gpu_is_asked_for_and_the_option_is_named(capsys, tmp_pa
     assert not (tmp_path / "x.json").exists()
 
 
+@needs_triton
+def test_nothing_is_timed_while_compiled_code_is_executed(monkeypatch, capsys):
+    monkeypatch.setenv(runtime.TARGET, "sm_90")
+    assert main(["bench", "--smoke"]) == 1
+    said = "bench: code compiled for sm_90 is executed on the CPU, which takes no time of a GPU; unset "
+    assert capsys.readouterr().out == f"{said}CASCADE_LAB_TARGET\n"
+
+
 def test_the_notebook_is_not_measured_where_its_tools_or_the_file_are_missing(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (row,) = cpu.notebook_time()

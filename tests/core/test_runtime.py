@@ -80,6 +80,13 @@ def test_a_machine_without_gpu_interprets():
 
 
 @needs_triton
+@pytest.mark.parametrize("brought", ["", "import cascade_lab.evidence\n"])
+def test_an_empty_target_asks_for_nothing(brought):
+    answers = attempt(brought, CASCADE_LAB_TARGET="")
+    assert answers == {"mode": "interpreted cpu no GPU found", "triton": RIGHT, "torch": RIGHT, "auto": RIGHT}
+
+
+@needs_triton
 def test_compiled_kernels_on_cpu_tensors_are_refused_with_a_way_out():
     """K43: no GPU, switch off by the user: the import works, kernels are refused clearly, torch serves."""
     answers = attempt(TRITON_INTERPRET="0")
