@@ -244,7 +244,7 @@ def _modes(options: argparse.Namespace) -> int:
         environments,
         folder=folder,
         devices=devices,
-        provenance=runtime.provenance(),
+        provenance={name: value for name, value in runtime.provenance().items() if name != "triton mode"},
         cell_timeout=options.timeout,
     )
 

@@ -133,8 +133,8 @@ def record(
         "provenance": dict(provenance),
         "notebooks": notebooks,
     }
-    text_of = json.dumps(made, indent=1, ensure_ascii=False) + "\n"
-    put_in_place({record_file(folder): text_of.encode()})
+    content = json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+    put_in_place({record_file(folder): content.encode()})
     print(summary(_held(made)))
     return 0
 
