@@ -126,6 +126,20 @@ def reads_table(plans: Mapping[str, Ledger], block_m: int, counted: Mapping[str,
     return "\n".join(lines)
 
 
+def counts_table(rows: Mapping[str, Mapping[str, object]]) -> str:
+    """One count per row and column as text: what several instruments say of several plans.
+
+    Args:
+        rows: by label, the counts by name of the column, the same names in each row.
+    """
+    width = max(map(len, rows))
+    columns = list(next(iter(rows.values())))
+    lines = [" " * width + "".join(f"{name:>12}" for name in columns)]
+    for label, counts in rows.items():
+        lines.append(f"{label:{width}}" + "".join(f"{str(counts[name]):>12}" for name in columns))
+    return "\n".join(lines)
+
+
 def prediction_table(decision: Decision) -> str:
     """What a trigger predicts per plan, as text: KV bytes, launches and microseconds by cause."""
     terms = ("launch", "memory", "reread", "compute", "merge")
