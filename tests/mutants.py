@@ -138,7 +138,7 @@ MUTANTS = (
         TRITON_ATTENTION,
         "b_lse = tl.where(empty, NEG_INF,",
         "b_lse = tl.where(empty, 0.0,",
-        "2.5-leaf-triton",
+        "2.15-branch-triton",
         "core/test_attention.py::test_padding_rows_are_empty_and_harmless[triton]",
     ),
     Mutant(
@@ -146,7 +146,7 @@ MUTANTS = (
         TRITON_ATTENTION,
         "loaded = tl.minimum(hi, t_hi * BLOCK_N) - tl.maximum(lo, t_lo * BLOCK_N)",
         "loaded = t_hi * BLOCK_N - t_lo * BLOCK_N",
-        "2.14",
+        "2.31-naive",
         "core/test_attention.py::test_read_counter_matches_the_recorder[triton-1-full]",
     ),
     # the merge
@@ -253,7 +253,7 @@ MUTANTS = (
         "paging.py",
         "return (length + page_size - 1) // page_size",
         "return length // page_size + 1",
-        "2.35",
+        "2.4-naive",
         "core/test_paging.py::test_pages_needed[8-4-2]",
     ),
     # the ledgers
@@ -262,7 +262,7 @@ MUTANTS = (
         "levels.py",
         "kv_tokens=int(shape.keys.sum())",
         "kv_tokens=int(paging.pages_needed(shape.keys, level.page_size).sum())",
-        "2.3",
+        "2.3-cascade",
         "core/test_levels.py::test_the_worked_numbers[1000-3-4012-1012]",
     ),
     Mutant(
@@ -270,7 +270,7 @@ MUTANTS = (
         "levels.py",
         "kv_tokens_unique=_size(*_united(starts, ends))",
         "kv_tokens_unique=sum(x.kv_tokens for x in parts)",
-        "2.35",
+        "2.5",
         "core/test_levels.py::test_distinct_slots_of_levels_inside_each_other",
     ),
     Mutant(
@@ -286,7 +286,7 @@ MUTANTS = (
         "levels.py",
         "(bits & within).sum(dtype=np.int64)",
         "within.sum(dtype=np.int64)",
-        "2.6-leaf",
+        "2.16-branch",
         "core/test_levels.py::test_tree_levels_count_only_set_bits_of_the_tail",
     ),
     Mutant(
@@ -294,7 +294,7 @@ MUTANTS = (
         "levels.py",
         "tiles = -(-self.rows * group // block_m)",
         "tiles = -(-self.rows // block_m)",
-        "2.14",
+        "2.31-cascade",
         "core/test_levels.py::test_ledger_of_causal_levels_against_brute_force[False-5-heads1]",
     ),
     Mutant(
