@@ -97,6 +97,15 @@ def test_the_table_of_reads_names_three_counts_of_plans_and_of_hits():
     ]
 
 
+def test_the_table_of_counts_has_a_column_per_instrument():
+    table = pictures.counts_table({"naive": {"ledger": 4012, "K": Fraction(8024, 2)}, "cascade": {"ledger": 9, "K": 8}})
+    assert [line.split() for line in table.splitlines()] == [
+        ["ledger", "K"],
+        ["naive", "4012", "4012"],
+        ["cascade", "9", "8"],
+    ]
+
+
 @pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="the recorder sees interpreted launches")
 @pytest.mark.parametrize("prefix_len", [24, 5])
 def test_program_reads_show_each_programs_slots_and_add_up_to_the_ledger(prefix_len):
