@@ -243,8 +243,8 @@ MUTANTS = (
     Mutant(
         "positions by storage order",
         "drafts.py",
-        "return prefix_len - 1 + torch.from_numpy(self._path_lens)",
-        "return prefix_len + torch.arange(self.size)",
+        'return _checks.integer("prefix_len", prefix_len, 0) - 1 + torch.from_numpy(self._path_lens)',
+        'return _checks.integer("prefix_len", prefix_len, 0) + torch.arange(self.size)',
         "2.2",
         "core/test_drafts.py::test_children_stand_below_their_parents_wherever_they_are_stored",
     ),
@@ -309,8 +309,8 @@ MUTANTS = (
     Mutant(
         "H (H - 1) for H (H + 1)",
         "prefix.py",
-        "return 1 - Fraction(triangle(int(hit)), triangle(int(n)))",
-        "return 1 - Fraction(triangle(int(hit) - 1), triangle(int(n)))",
+        "return 1 - Fraction(triangle(hit), triangle(n))",
+        "return 1 - Fraction(triangle(hit - 1), triangle(n))",
         "3.6",
         "core/test_prefix.py::test_limit_is_reached_like_one_over_n",
     ),
