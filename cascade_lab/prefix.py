@@ -27,6 +27,7 @@ __all__ = [
     "ENGINE_RULES",
     "KINDS",
     "PrefillTerms",
+    "TTFT_TERMS",
     "effective_hit",
     "executed_tiles",
     "hand_over",
@@ -45,6 +46,21 @@ KINDS = ("interaction", "linear", "fixed", "transfer", "other")
 """What a bucket of prefill time may scale with, as `scale_breakdown` takes it."""
 ENGINE_RULES = ("whole pages", "never the last page")
 """How engines cut a match down to the hit that they use, as `effective_hit` takes it."""
+TTFT_TERMS = {
+    "dense causal interactions": "interaction_scale",
+    "FFN and projections": "linear_scale",
+    "fixed costs": "",
+    "KV load": "kv_load_bytes",
+    "transfer": "",
+    "overlap of transfer and compute": "",
+    "decode chip-time": "",
+}
+"""The terms of a model of time to first token (TTFT), and the attribute of `PrefillTerms` that each is computed from.
+
+An empty text is a term that the model brings itself: fixed costs, which no hit scales; transfer, the time that the
+bytes of the KV load need on their link; how much of it is hidden behind compute; and the chip-time of decode, which
+shares the device.
+"""
 
 
 def interactions(n: int, hit: int = 0) -> int:
@@ -318,6 +334,9 @@ def uniform_scaling_errors(
 class PrefillTerms:
     """What a model of end-to-end time to first token takes from here: separate, named terms, none of them a time.
 
+    `TTFT_TERMS` says which term of such a model each serves, and which terms are not here at all: fixed costs, transfer,
+    its overlap with compute, and decode chip-time.
+
     Attributes:
         effective_hit: reused tokens, whole pages, less the replayed ones.
         interaction_scale: factor on the dense attention core.
@@ -325,7 +344,8 @@ class PrefillTerms:
         computed_tokens: rows to compute, replay included.
         replay_tokens: hit tokens computed again, for state that the cache does not hold (window, compressor).
         re_expansion_tokens: cached tokens whose keys and values are expanded again (MLA in expanded mode).
-        kv_load_bytes: bytes to bring to the device if the cache is elsewhere; 0 when it is present.
+        kv_load_bytes: the KV load, bytes to bring to the device if the cache is elsewhere (host or another machine); 0
+            when it is present.
     """
 
     effective_hit: int

@@ -278,7 +278,7 @@ MUTANTS = (
         "levels.py",
         "seen * keys - seen * (seen - 1) // 2",
         "seen * keys - seen * (seen + 1) // 2",
-        "3.16",
+        "3.17",
         "core/test_prefix.py::test_a_hit_moves_pairs_and_leaves_reads",
     ),
     Mutant(
@@ -302,7 +302,7 @@ MUTANTS = (
         "prefix.py",
         'Level(rows, page_table, cached, page_size, name="rectangle"',
         'Level(rows, page_table, cached + 1, page_size, name="rectangle"',
-        "3.15",
+        "3.16",
         "core/test_prefix.py::test_a_hit_moves_pairs_and_leaves_reads",
     ),
     # geometry
@@ -311,7 +311,7 @@ MUTANTS = (
         "prefix.py",
         "return 1 - Fraction(triangle(hit), triangle(n))",
         "return 1 - Fraction(triangle(hit - 1), triangle(n))",
-        "3.6",
+        "3.7",
         "core/test_prefix.py::test_limit_is_reached_like_one_over_n",
     ),
     Mutant(
@@ -343,7 +343,7 @@ MUTANTS = (
         "prefix.py",
         "hit = min(cached_tokens, n - 1) // page_size * page_size",
         "hit = min(cached_tokens, n) // page_size * page_size",
-        "3.54",
+        "3.62",
         "core/test_prefix.py::test_effective_hit_always_leaves_a_token_and_whole_pages",
     ),
     Mutant(
@@ -351,7 +351,7 @@ MUTANTS = (
         "prefix.py",
         "hit * group + block_m + unit - 1, unit)",
         "hit * group + block_m, unit)",
-        "3.21",
+        "3.27",
         "core/test_prefix.py::test_executed_tiles_equal_a_walk_over_row_tiles[None]",
     ),
     Mutant(
@@ -359,7 +359,7 @@ MUTANTS = (
         "prefix.py",
         '{"interaction": float(remaining(n, hit))',
         '{"interaction": float(linear_remaining(n, hit))',
-        "3.37",
+        "3.45",
         "core/test_prefix.py::test_breakdown_is_scaled_bucket_by_bucket",
     ),
     Mutant(
@@ -367,7 +367,7 @@ MUTANTS = (
         "applicability.py",
         "holds = fitted.cv_error <= case.tolerance and abs(ratio - law) <= case.tolerance",
         "holds = fitted.cv_error <= case.tolerance",
-        "3.46",
+        "3.54",
         "core/test_prefix.py::test_uncalibrated_kernels_fail_with_what_they_do_instead",
     ),
     Mutant(
@@ -375,7 +375,7 @@ MUTANTS = (
         "calibration.py",
         '"triangle": lambda L, x: 2 * L * x + x * x',
         '"triangle": lambda L, x: L * x + x * x',
-        "3.46",
+        "3.54",
         "core/test_calibration.py::test_features_by_hand",
     ),
     # traces

@@ -3,7 +3,7 @@
 In the interpreter tiles are counted by the load recorder, as matrix products: each tile takes two, scores and output.
 Compiled code that is executed has its sectors recorded instead, and a tile is a stretch of keys that a program loads.
 Pairs are counted by the kernel itself: with q = 0 every visible key has weight e^0 = 1, so a row's e^lse is the number
-of keys it saw.
+of keys it saw. `instructions` counts what the compiled kernel issues, by executing its PTX.
 `Prefill.skip = False` gives the same causal rule to the kernel as a tree mask over all keys, which it applies inside
 every tile and never uses to leave one out. Formulas are not here: they are what these counts are held against.
 """
@@ -14,14 +14,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from cascade_lab import attention, runtime
+from cascade_lab import attention, cascade_attention, runtime
 from cascade_lab.evidence import reads
+from cascade_lab.evidence.compiled import in_child
 from cascade_lab.evidence.ptx import executed
 from cascade_lab.prefix import prefix_hit_levels
 from cascade_lab.states import State
@@ -71,6 +73,39 @@ def count(prefills: Sequence[Prefill]) -> list[TileCount] | None:
         return [TileCount(**found) for found in json.loads(_interpreted(json.dumps([asdict(p) for p in prefills])))]
     one = _execute_one if runtime.triton_mode() == "executed" else _interpret_one
     return [one(prefill) for prefill in prefills]
+
+
+def instructions(prefills: Sequence[Prefill], target: str = "sm_90") -> list[dict[str, int]] | None:
+    """Instructions that the kernel issues for each prefill, by class, in a child process; None without Triton.
+
+    The PTX compiled for `target` is executed on the CPU (`evidence.ptx`). A class is that of `evidence.ptx.Run`:
+    "tensor" are matrix products, "global store" writes the rows' results. `skip` has to be True and `dtype` a half
+    precision; head dim 64, no splits.
+
+    Raises:
+        ValueError: another dtype, or a prefill that only masks.
+        RuntimeError: the child failed, for an unknown target too.
+    """
+    for prefill in prefills:
+        if prefill.dtype not in ("float16", "bfloat16") or not prefill.skip:
+            raise ValueError(f"prefills: expected float16 or bfloat16 and skip=True, given {prefill}")
+    if runtime.triton_mode() == "absent":
+        return None
+    return in_child(f"_issued({[asdict(p) for p in prefills]!r}, {target!r})", module=__name__)
+
+
+def _issued(prefills: list[dict], target: str) -> list[dict[str, int]]:
+    found = []
+    for prefill in (Prefill(**fields) for fields in prefills):
+        (level,) = prefix_hit_levels([prefill.n], [prefill.hit], PAGE_SIZE)
+        gen, dtype = torch.Generator().manual_seed(0), getattr(torch, prefill.dtype)
+        shape = (int(level.page_table.max()) + 1, PAGE_SIZE, prefill.num_kv_heads, 64)
+        k, v = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
+        q = torch.randn(prefill.n - prefill.hit, prefill.num_q_heads, 64, generator=gen).to(dtype)
+        with executed(target, races=False, traffic=False) as runs:
+            cascade_attention(q, k, v, [level], num_splits=1, backend="triton")
+        found.append(dict(sum((run.instructions for run in runs), start=Counter())))
+    return found
 
 
 @dataclass(frozen=True)

@@ -93,3 +93,17 @@ def test_where_kernels_are_compiled_a_child_process_counts_the_same(monkeypatch)
 def test_without_triton_nothing_is_counted(monkeypatch):
     monkeypatch.setattr(runtime, "triton_mode", lambda: "absent")
     assert tiles.count([Prefill(8, 4)]) is None
+
+
+def test_executed_instructions_fall_as_tiles_where_they_belong_to_tiles_and_as_rows_where_they_belong_to_rows():
+    """257 to 512 rows of one head take row tiles of 128 and whole key tiles, so tensor instructions go by key tiles."""
+    whole, half = tiles.instructions([Prefill(512, 0, dtype="float16"), Prefill(512, 256, dtype="float16")])
+    assert set(whole) == set(half) >= {"tensor", "global store", "integer"}
+    assert half["tensor"] * 10 == whole["tensor"] * 7  # 3 + 4 of 1 + 2 + 3 + 4 squares
+    assert half["global store"] * 2 == whole["global store"]
+
+
+@pytest.mark.parametrize("prefill", [Prefill(64, 0), Prefill(64, 0, dtype="float16", skip=False)], ids=str)
+def test_instructions_are_counted_of_a_skipping_kernel_in_half_precision(prefill):
+    with pytest.raises(ValueError, match=r"^prefills: expected float16 or bfloat16 and skip=True, given Prefill"):
+        tiles.instructions([prefill])
