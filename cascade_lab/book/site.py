@@ -1,5 +1,5 @@
 """The site: index with the thesis and the table of claims, the notebooks as pages, an explorer of the two ledgers, the
-API reference, and a map of the package.
+API reference, the notation, and a map of the package.
 
 It is made in seconds from the notebooks as they are kept, for these carry their outputs, and `check` proves them fresh;
 nothing is executed. Every page holds all it needs, so the site works from a folder, from an archive or without network.
@@ -93,7 +93,7 @@ def _is_ours(output: Path) -> bool:
 
 def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
     """(file name, page) of everything."""
-    from cascade_lab.book import api_pages, map_page, markdown
+    from cascade_lab.book import api_pages, map_page, markdown, notation
 
     paths = select(folder)
     title, introduction = _introduction(readme)
@@ -101,6 +101,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
         ("index.html", title, title),
         ("explorer.html", "Explorer", "Explorer"),
         ("api/index.html", "API", "API reference"),
+        ("notation.html", "Notation", "Notation"),
         ("map.html", "Map", "Map of the package"),
         *((f"{path.stem}.html", path.stem.partition("_")[0], path.stem.replace("_", " ")) for path in paths),
     ]
@@ -156,6 +157,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             here="explorer.html",
         ),
     )
+    yield "notation.html", notation.page(navigation, {path.stem.partition("_")[0]: path.stem for path in paths})
     yield "map.html", map_page.page(Path(__file__).parents[1], navigation, api_pages.module_names())
     for name, page in api_pages.pages(navigation):
         yield f"api/{name}", page

@@ -62,7 +62,8 @@ def plain(tex):
 
 
 def test_the_site_has_a_page_for_everything(pages):
-    expected = {"index.html", "explorer.html", "map.html", "api/index.html"} | {f"{name}.html" for name in NOTEBOOKS}
+    expected = {"index.html", "explorer.html", "notation.html", "map.html", "api/index.html"}
+    expected |= {f"{name}.html" for name in NOTEBOOKS}
     expected |= {f"api/{name}.html" for name in api_pages.module_names()}
     assert set(pages) == expected
     assert {"levels", "drafts", "prefix", "regions", "states", "evidence.claims"} < set(api_pages.module_names())

@@ -18,7 +18,8 @@ from tests.browser.conftest import CHECKOUT
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
 NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
-PAGES = ["index", "explorer", "map", *NOTEBOOKS, "api/index", *(f"api/{name}" for name in api_pages.module_names())]
+PAGES = ["index", "explorer", "notation", "map", *NOTEBOOKS, "api/index"]
+PAGES += [f"api/{name}" for name in api_pages.module_names()]
 WIDTHS = {"desk": 1280, "phone": 360}
 
 

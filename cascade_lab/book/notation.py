@@ -1,0 +1,108 @@
+"""The notation page: one symbol, one meaning, in every notebook, in the code and in the figures.
+
+The table is pages/notation.toml. Each entry quotes the words by which a notebook defines its symbol, so that a test can
+hold the notebooks to the table. Nothing is derived here.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+from cascade_lab.book.export import render
+from cascade_lab.book.mathml import to_mathml
+
+GREEK = ("alpha", "delta", "rho", "sigma", "tau", "varepsilon", "epsilon", "gamma", "lambda", "mu")
+_SUBSCRIPT = re.compile(r"(?<=[a-zA-Z])_(\{(?:[^{}]|\{[^{}]*\})*\}|\\(?:text|mathrm)\{[^{}]*\})")
+_WORDS = re.compile(r"\\(?:text|mathrm|operatorname|tag)\{[^{}]*\}")
+_COMMANDS = re.compile(rf"\\(?!(?:{'|'.join(GREEK)})(?![a-zA-Z]))[a-zA-Z]+")
+_TOKEN = re.compile(r"(?P<letter>\\[a-zA-Z]+|[a-zA-Z])(?:_(?:\{(?P<below>[^{}]*)\}|(?P<index>\w)))?")
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One row of the table.
+
+    Attributes:
+        tex: the symbol as a formula.
+        meaning: in words.
+        code: what stands for it in the package's sources.
+        defined: by the number of a notebook, the words there that define it.
+    """
+
+    tex: str
+    meaning: str
+    code: tuple[str, ...] = ()
+    defined: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The symbol without arguments, its subscript in plain letters; "w_i" for one with any index."""
+        found = names(self.tex)
+        return found[0] if found else self.tex
+
+
+def symbols() -> tuple[Symbol, ...]:
+    """The rows of the table in order."""
+    return tuple(Symbol(**row | {"code": tuple(row.get("code", ()))}) for row in _table()["symbol"])
+
+
+def local_letters() -> frozenset[str]:
+    """Letters that are indices or numbers of one section."""
+    return frozenset(_table()["local"].split())
+
+
+def names(tex: str) -> list[str]:
+    """The symbols in a formula: letters with their subscripts, words and commands left out.
+
+    A subscript is written after "_", without braces: "H_kv", "T_attn", "N_r".
+    """
+    plain = _COMMANDS.sub(" ", _WORDS.sub(" ", _SUBSCRIPT.sub(_flat, tex)))
+    return ["_".join(filter(None, (m["letter"], m["below"] or m["index"]))) for m in _TOKEN.finditer(plain)]
+
+
+def resolve(name: str, known: Collection[str]) -> str:
+    """The row that a symbol of a formula belongs to: its own, that of an index, or that of the letter alone."""
+    letter = name.partition("_")[0]
+    indexed = next((each for each in known if re.fullmatch(rf"{re.escape(letter)}_[ij]", each)), None)
+    if name in known or "_" not in name:
+        return name
+    return indexed or letter
+
+
+def page(navigation: Sequence[tuple[str, str, str]], notebooks: Mapping[str, str]) -> str:
+    """The page.
+
+    Args:
+        navigation: as for a notebook's page.
+        notebooks: the site's notebooks, by number, as their pages' names.
+    """
+    rows = [
+        {
+            "formula": to_mathml(row.tex),
+            "meaning": row.meaning,
+            "code": [name.strip("`") for name in row.code],
+            "notebooks": [(number, notebooks[number]) for number in row.defined if number in notebooks],
+        }
+        for row in symbols()
+    ]
+    return render(
+        "notation.html.j2",
+        title="Notation",
+        rows=rows,
+        local=[to_mathml(letter) for letter in _table()["local"].split()],
+        navigation=navigation,
+        root="",
+        here="notation.html",
+    )
+
+
+def _flat(subscript: re.Match[str]) -> str:
+    return "_{" + re.sub(r"\\[a-zA-Z]+|[{}\s]", "", subscript[1]).partition(",")[0] + "}"
+
+
+def _table() -> dict:
+    return tomllib.loads(files("cascade_lab.book").joinpath("pages", "notation.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,79 @@
+"""One symbol has one meaning: the table of the notation page, held to the notebooks and to the sources."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import cascade_lab
+from cascade_lab.book import notation
+from cascade_lab.book.execution import load
+
+NOTEBOOKS = {path.name[:2]: path for path in sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))}
+TABLE = {symbol.name: symbol for symbol in notation.symbols()}
+# letters that a notebook uses in a meaning of its own
+OTHER_MEANINGS = {
+    "01": {"N", "L"},
+    "02": {"B", "N", "P", "R", "t"},
+    "04": {"B", "b", "s"},
+    "05": {"A", "R", "S", "W", "b", "s", "w"},
+    "06": {"F", "H"},
+}
+
+
+def texts(number):
+    return [cell.source for cell in load(NOTEBOOKS[number]).cells if cell.cell_type == "markdown"]
+
+
+def formulas(text):
+    text = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    found = re.findall(r"(?<!\\)\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$", text, re.DOTALL)
+    return [block or inline for block, inline in found]
+
+
+def test_no_symbol_has_two_rows():
+    rows = [symbol.name for symbol in notation.symbols()]
+    assert len(rows) == len(set(rows)) > 30
+    assert not set(rows) & notation.local_letters()
+
+
+@pytest.mark.parametrize("symbol", notation.symbols(), ids=lambda symbol: symbol.name)
+def test_a_symbol_is_defined_where_the_table_says_and_named_in_the_code(symbol):
+    for number, words in symbol.defined.items():
+        assert any(words in text for text in texts(number)), (number, words)
+    sources = [path.read_text(encoding="utf-8") for path in Path(cascade_lab.__file__).parent.rglob("*.py")]
+    for name in symbol.code:
+        assert any(name in source for source in sources), name
+    assert symbol.defined or symbol.code
+
+
+@pytest.mark.parametrize("number", NOTEBOOKS)
+def test_formulas_of_a_notebook_use_symbols_that_the_table_defines_for_it(number):
+    unlisted = set()
+    for text in texts(number):
+        for tex in formulas(text):
+            for name in notation.names(tex):
+                row = notation.resolve(name, TABLE)
+                if row not in notation.local_letters() and number not in getattr(TABLE.get(row), "defined", ()):
+                    unlisted.add(row)
+    assert unlisted <= OTHER_MEANINGS.get(number, set())
+
+
+@pytest.mark.parametrize(
+    ("tex", "expected"),
+    [
+        (r"P(N, H) = M H + \frac{M(M+1)}{2}", ["P", "N", "H", "M", "H", "M", "M"]),
+        (r"T_{\text{attn},0}\,(1 - h^2)", ["T_attn", "h"]),
+        (r"\rho_\text{tiles} + \alpha N_r", [r"\rho_tiles", r"\alpha", "N_r"]),
+        (r"\sum_{t=1}^{n} \min(t, w) \tag{4.2}", ["t", "n", "t", "w"]),
+        (r"\mathrm{lse} + H_{kv} D_v", ["H_kv", "D_v"]),
+    ],
+)
+def test_symbols_of_a_formula(tex, expected):
+    assert notation.names(tex) == expected
+
+
+def test_a_symbol_with_an_index_is_that_of_its_letter_unless_it_has_a_row():
+    known = ["w", "w_i", "N", "B_M", "B"]
+    asked = {"w": "w", "w_r": "w_i", "w_A": "w_i", "N_r": "N", "B_M": "B_M", "B_N": "B", "Q": "Q"}
+    assert {name: notation.resolve(name, known) for name in asked} == asked
