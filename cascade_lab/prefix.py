@@ -334,8 +334,8 @@ def uniform_scaling_errors(
 class PrefillTerms:
     """What a model of end-to-end time to first token takes from here: separate, named terms, none of them a time.
 
-    `TTFT_TERMS` says which term of such a model each serves, and which terms are not here at all: fixed costs, transfer,
-    its overlap with compute, and decode chip-time.
+    `TTFT_TERMS` says which term of such a model each serves, and which terms are not here at all: fixed costs,
+    transfer, its overlap with compute, and decode chip-time.
 
     Attributes:
         effective_hit: reused tokens, whole pages, less the replayed ones.

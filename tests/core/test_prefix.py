@@ -17,6 +17,7 @@ from cascade_lab.backends.triton.config import Tile
 from cascade_lab.calibration import FEATURES
 from cascade_lab.evidence.reference import assert_state_close, visible_keys
 from cascade_lab.prefix import (
+    TTFT_TERMS,
     effective_hit,
     executed_tiles,
     hand_over,
@@ -552,6 +553,15 @@ def test_hand_over_names_its_terms():
         "re_expansion_tokens": 900,
         "kv_load_bytes": 992 * 70_272,
     }
+    named = {term: field for term, field in TTFT_TERMS.items() if field}
+    assert named == {
+        "dense causal interactions": "interaction_scale",
+        "FFN and projections": "linear_scale",
+        "KV load": "kv_load_bytes",
+    }
+    assert set(named.values()) < set(asdict(terms))
+    brought = {"fixed costs", "transfer", "overlap of transfer and compute", "decode chip-time"}
+    assert TTFT_TERMS.keys() - named.keys() == brought
     plain = hand_over(1024, 1024, 16, rule="never the last page")
     assert (plain.effective_hit, plain.kv_load_bytes, plain.re_expansion_tokens) == (1008, 0, 0)
 
