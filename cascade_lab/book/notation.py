@@ -84,7 +84,7 @@ def page(navigation: Sequence[tuple[str, str, str]], notebooks: Mapping[str, str
         {
             "formula": to_mathml(row.tex),
             "meaning": row.meaning,
-            "code": [name.strip("`") for name in row.code],
+            "code": row.code,
             "notebooks": [(number, notebooks[number]) for number in row.defined if number in notebooks],
         }
         for row in symbols()
