@@ -3,6 +3,17 @@
 It holds iff |measured - expected| <= tol, exactly equal for tol = 0; NaN never holds. Every claim names the
 instrument that took the measurement, and leaves one output that a reader, nbval and the runner all read. This
 module judges and records; it measures nothing.
+
+The output is text that machines compare, so a measured number is shown as precisely as all machines agree on it:
+
+- integers, fractions and texts, and what is expected exactly, whole;
+- floats that are derived or recorded to four digits, or to the decimals of the tolerance;
+- an error, which is less than 1e-3, by a power of ten above twice its size, "below 1e-6";
+- another float of the oracle or a counter to two digits, "about 0.031";
+- either by the `magnitude` that the claim names, where the next machine may show another one;
+- a time by the bound that it keeps.
+
+The raw numbers go to claims.json.
 """
 
 from __future__ import annotations
@@ -32,6 +43,8 @@ COLUMNS = ("id", "statement", "instrument", "expected", "measured", "verdict")
 _MACHINE_BOUND = ("timed", "recorded")
 # a recorder that watches one mode alone counts nothing in the others
 _MAY_BE_ABSENT = ("timed", "recorded", "counted")
+NOISE = 1e-12
+"""Below this a float that should be exact is rounding, which no two mathematics libraries share."""
 _claims_here: dict[str, Claim] = {}
 
 
@@ -104,13 +117,14 @@ def claim(
     expected: object,
     tol: float | Fraction = 0,
     instrument: str = "oracle",
+    magnitude: float | None = None,
+    reason: str = "",
 ) -> None:
     """Assert that `measured` is `expected` within `tol`, and leave one output that says so.
 
     In a notebook the output carries the claim as JSON and as one line of text; elsewhere the line is
-    printed. Raw numbers that differ between machines (a float measured against a tolerance or a bound,
-    anything timed or recorded) stand in the output's metadata only, so that the visible text can be
-    compared.
+    printed. The raw numbers stand in the output's metadata only, so that the visible text can be compared
+    (the module says how it is rounded).
 
     Args:
         id: short name without spaces, unique in the notebook.
@@ -123,6 +137,10 @@ def claim(
         tol: absolute bound, element by element in sequences; 0 asks for exact equality.
         instrument: "derived" (exact arithmetic), "oracle" (float64), "counted" (read counter, load
             recorder or operating system), "timed" (a clock on this machine), "recorded" (a stored measurement).
+        magnitude: the round number, twice the error or more, under which the error is shown to lie. For errors of
+            which another machine's would lie beyond the next power of ten. For AtLeast the round number that the
+            measured one is shown to exceed.
+        reason: why a bound or tolerance is as wide as it is, one line; shown with the claim.
 
     Raises:
         AssertionError: the claim fails; the output with verdict "fails" has been left before.
@@ -144,6 +162,12 @@ def claim(
         raise ValueError(f"claim {id}: tol: expected a finite number >= 0, given {tol!r}")
     if bounded and tol:
         raise ValueError(f"claim {id}: tol: a bound takes none, given {tol!r}")
+    if magnitude is not None and not (_is_number(magnitude) and 0 < magnitude < math.inf and (bounded or tol)):
+        raise ValueError(
+            f"claim {id}: magnitude: expected a number > 0 beside a tolerance or bound, given {magnitude!r}"
+        )
+    if not isinstance(reason, str) or len(reason.splitlines()) > 1:
+        raise ValueError(f"claim {id}: reason: expected one line of text, given {reason!r}")
 
     # A bound or a tolerance is only whole as text.
     raw_expected = None if bounded or tol else _json(wanted)
@@ -160,22 +184,16 @@ def claim(
         found = _value(measured, f"claim {id}: measured")
         judge = type(expected)(wanted) if bounded else wanted
         holds = _agrees(found, judge, tol, f"claim {id}")
-        hidden = instrument in _MACHINE_BOUND or bool(tol) or (bounded and isinstance(found, float))
-        if not hidden:
-            measured_text = _text(found)
-        elif tol:
-            measured_text = f"{'within' if holds else 'not within'} {_text(tol)}"
-        elif bounded:
-            measured_text = f"{'within' if holds else 'beyond'} the bound"
-        else:
-            measured_text = "equal" if holds else "different"
+        measured_text = _shown(found, judge, tol, instrument, magnitude) if holds else _text(found)
         verdict = HOLDS if holds else FAILS
         judged = Claim(id, statement, instrument, expected_text, measured_text, verdict, raw_expected, _json(found))
 
     _claims_here[id] = judged
     raw = {"expected": judged.raw_expected, "measured": judged.raw_measured}
-    data = {MIME: {name: getattr(judged, name) for name in COLUMNS}, "text/markdown": _markdown_line(judged)}
-    _show(data, judged.line, {MIME: raw})
+    why = f" Bound: {reason}." if reason else ""
+    line = _markdown_line(judged) + _escape(why)
+    data = {MIME: {name: getattr(judged, name) for name in COLUMNS}, "text/markdown": line}
+    _show(data, judged.line + why, {MIME: raw})
     if judged.verdict == FAILS:
         raise AssertionError(
             f"claim {id} fails: {statement}: measured {_text(found)}, expected {expected_text} ({instrument})"
@@ -339,11 +357,61 @@ def _agrees(found: object, wanted: object, tol: object, name: str) -> bool:
     return found == wanted
 
 
+def _shown(found: object, wanted: object, tol: object, instrument: str, magnitude: float | None) -> str:
+    """A measured value that holds, as every machine shows it."""
+    bounded, exact = isinstance(wanted, (AtMost, AtLeast)), instrument in ("derived", "recorded")
+    if instrument == "timed":
+        if bounded:
+            return str(wanted)
+        return f"within {_text(tol)}" if tol else _text(found)
+    if bounded:
+        if (not isinstance(found, float) and magnitude is None) or not math.isfinite(found):
+            return _text(found)
+        if isinstance(wanted, AtLeast) and magnitude is not None and found > magnitude:
+            return f"above {_text(magnitude)}"
+        plain = found >= (NOISE if exact else 1e-3) and magnitude is None
+        if isinstance(wanted, AtLeast) or plain or found < 0:
+            return f"{'' if exact else 'about '}{_digits(found, 4 if exact else 2)}"
+        return _below(float(found), magnitude)
+    if not tol:
+        return _text(found)
+    if exact and magnitude is None and any(_flat(wanted)):
+        return _rounded(found, max(0, math.ceil(-math.log10(tol))))
+    pairs = [(f, w) for f, w in zip(_flat(found), _flat(wanted), strict=True) if f != w]
+    error = max((float(abs(Fraction(f) - Fraction(w))) for f, w in pairs), default=0.0)
+    return f"{'off by ' if any(_flat(wanted)) else ''}{_below(error, magnitude)}"
+
+
+def _below(error: float, magnitude: float | None) -> str:
+    if magnitude is not None and error < magnitude:
+        return f"below {_text(magnitude)}"
+    # 10.0 ** -6 may miss 1e-6 by a bit, the text does not.
+    return f"below {_text(float(f'1e{math.ceil(math.log10(2 * error))}'))}" if error else "0"
+
+
+def _flat(value: object) -> list:
+    return [x for item in value for x in _flat(item)] if isinstance(value, tuple) else [value]
+
+
+def _rounded(value: object, decimals: int) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_rounded(item, decimals) for item in value) + ("," if len(value) == 1 else "") + ")"
+    return str(value) if isinstance(value, int) else f"{float(value):.{decimals}f}"
+
+
+def _digits(value: float, digits: int) -> str:
+    return _short(f"{value:.{digits}g}")
+
+
+def _short(number: str) -> str:
+    return re.sub(r"e([+-])0*(?=\d)", lambda sign: "e-" if sign[1] == "-" else "e", number)
+
+
 def _text(value: object) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
     # Ten digits: a computed expectation may differ in its last place between mathematics libraries.
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
+    return _digits(value, 10) if isinstance(value, float) else str(value)
 
 
 def _json(value: object) -> object:

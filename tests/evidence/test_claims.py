@@ -138,6 +138,11 @@ def test_what_cannot_be_compared_is_refused(measured, expected, tol, shown):
         ({"id": ""}, "id"),
         ({"statement": "two\nlines"}, "statement"),
         ({"statement": " "}, "statement"),
+        ({"magnitude": 1e-6}, "magnitude"),
+        ({"expected": AtMost(3), "magnitude": 0}, "magnitude"),
+        ({"expected": AtMost(3), "magnitude": math.inf}, "magnitude"),
+        ({"expected": AtMost(3), "magnitude": "1"}, "magnitude"),
+        ({"reason": "two\nlines"}, "reason"),
         ({"measured": None}, "measured"),
         ({"measured": None, "instrument": "derived"}, "measured"),
     ],
@@ -150,15 +155,59 @@ def test_malformed_claims_name_the_argument(change, named, shown):
 
 
 def test_text_is_the_same_on_machines_that_measure_differently(shown):
-    for error in (1e-7, 3e-7):
+    for error in (1.1e-7, 3e-7):
         claim("2.1", "small error", measured=error, expected=0.0, tol=1e-5)
         claim("2.2", "bounded error", measured=error, expected=AtMost(1e-5))
         claim("2.3", "fast", measured=error, expected=AtMost(1.0), instrument="timed")
-        claim("2.4", "as recorded", measured=error, expected=error, instrument="recorded")
-    assert [o["data"] for o in shown[:3]] == [o["data"] for o in shown[4:7]]
-    assert [o["metadata"][claims.MIME]["measured"] for o in shown] == [1e-7] * 4 + [3e-7] * 4
-    assert shown[0]["data"][claims.MIME]["measured"] == "within 1e-05"
-    assert "1e-07" not in json.dumps([o["data"] for o in shown[:3]])
+        claim("2.4", "off a number", measured=(0.7, 2 + error), expected=(0.7, 2), tol=1e-5, instrument="counted")
+        claim("2.5", "rejected by far", measured=0.031 + error, expected=AtLeast(1e-5))
+        claim("2.6", "a share", measured=0.314 + error, expected=AtMost(1))
+    assert [o["data"] for o in shown[:6]] == [o["data"] for o in shown[6:]]
+    assert [o["metadata"][claims.MIME]["measured"] for o in shown[::6]] == [1.1e-7, 3e-7]
+    texts = ["below 1e-6", "below 1e-6", "at most 1", "off by below 1e-6", "about 0.031", "about 0.31"]
+    assert [o["data"][claims.MIME]["measured"] for o in shown[:6]] == texts
+
+
+@pytest.mark.parametrize(
+    ("measured", "options", "text"),
+    [
+        (6e-7, {"expected": AtMost(1e-5)}, "below 1e-5"),
+        (5e-7, {"expected": AtMost(1e-5)}, "below 1e-6"),
+        (6e-7, {"expected": AtMost(1e-5), "magnitude": 2e-6}, "below 2e-6"),
+        (6e-6, {"expected": AtMost(1e-5), "magnitude": 2e-6}, "below 0.0001"),
+        (0.0, {"expected": AtMost(1e-5), "magnitude": 2e-6}, "below 2e-6"),
+        (0.0, {"expected": AtMost(1e-5)}, "0"),
+        (-0.25, {"expected": AtMost(1e-5)}, "about -0.25"),
+        (50.9, {"expected": AtLeast(1), "magnitude": 20}, "above 20"),
+        (3120, {"expected": AtMost(4000), "magnitude": 4000}, "below 4000"),
+        (3120, {"expected": AtMost(4000)}, "3120"),
+        ((0.0, -4e-16), {"expected": (0, 0), "tol": 1e-14}, "below 1e-15"),
+        ((3, 4.5), {"expected": (3, 4.5), "tol": 1e-5}, "off by 0"),
+        (0.73105860, {"expected": 0.73105858, "tol": 1e-6, "magnitude": 2e-7}, "off by below 2e-7"),
+        (1.04711, {"expected": 1.0473, "tol": 5e-4, "instrument": "derived"}, "1.0471"),
+        (Fraction(512, 8193), {"expected": Fraction(1, 16), "tol": 1e-4, "instrument": "derived"}, "0.0625"),
+        ((0.7384, 0.4228), {"expected": (0.75, 0.4375), "tol": 0.03, "instrument": "recorded"}, "(0.74, 0.42)"),
+        (4.6543e-10, {"expected": AtMost(1e-9), "instrument": "derived"}, "4.654e-10"),
+        (2.2e-16, {"expected": AtMost(1e-14), "instrument": "derived"}, "below 1e-15"),
+        (0.0491, {"expected": AtMost(0.05), "instrument": "recorded"}, "0.0491"),
+        (14, {"expected": 14, "instrument": "recorded"}, "14"),
+        (3.84, {"expected": 4, "tol": 2.1, "instrument": "timed"}, "within 2.1"),
+        (-math.inf, {"expected": AtMost(1.0)}, "-inf"),
+    ],
+)
+def test_what_is_shown_of_a_number(measured, options, text, shown):
+    claim("2.7", "a number", measured=measured, **options)
+    assert shown[0]["data"][claims.MIME]["measured"] == text
+
+
+def test_a_reason_stands_beside_the_claim_and_not_in_its_columns(shown):
+    claim("2.8", "a number", measured=0.0, expected=AtMost(1e-5), reason="a *round* number")
+    data = shown[0]["data"]
+    assert data["text/plain"] == (
+        "2.8 holds: a number (oracle: expected at most 1e-5, measured 0) Bound: a *round* number."
+    )
+    assert data["text/markdown"].endswith(r"Bound: a \*round\* number.")
+    assert "round" not in json.dumps(data[claims.MIME])
 
 
 def test_exact_numbers_stay_visible(shown):
