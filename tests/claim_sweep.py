@@ -91,7 +91,7 @@ def _display_faults(claims, measured: object, tried: dict[str, object]) -> Itera
         for factor in (0.5, 2):
             pairs = zip(claims._flat(measured), claims._flat(wanted), strict=True)
             others.append(_shaped(measured, iter([float(w) + factor * float(m - w) for m, w in pairs])))
-    elif "below" in text or text == "0":
+    elif text.startswith("below") or text == "0":
         others = [measured * 0.5, measured * 2 or 1e-16]
     else:
         others = [measured * 0.999, measured * 1.001]

@@ -379,7 +379,8 @@ def _shown(found: object, wanted: object, tol: object, instrument: str, magnitud
         return _rounded(found, max(0, math.ceil(-math.log10(tol))))
     pairs = [(f, w) for f, w in zip(_flat(found), _flat(wanted), strict=True) if f != w]
     error = max((float(abs(Fraction(f) - Fraction(w))) for f, w in pairs), default=0.0)
-    return f"{'off by ' if any(_flat(wanted)) else ''}{_below(error, magnitude)}"
+    text = _below(error, magnitude)
+    return "off by " + text.replace("below", "less than") if any(_flat(wanted)) else text
 
 
 def _below(error: float, magnitude: float | None) -> str:

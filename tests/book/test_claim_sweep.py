@@ -60,7 +60,7 @@ def test_a_claim_that_something_can_miss_passes(tried):
         ({"measured": 0.6, "expected": AtLeast(0.005)}, "more than 100 times apart"),
         ({"measured": 6e-7, "expected": AtMost(1e-5)}, "elsewhere maybe below 1e-6"),
         ({"measured": 6e-7, "expected": AtMost(1e-5), "magnitude": 1e-6}, "name a magnitude"),
-        ({"measured": 2 + 6e-7, "expected": 2, "tol": 1e-5}, "elsewhere maybe off by below 1e-6"),
+        ({"measured": 2 + 6e-7, "expected": 2, "tol": 1e-5}, "elsewhere maybe off by less than 1e-6"),
         ({"measured": 0.0315, "expected": AtLeast(0.005)}, "name a magnitude"),
     ],
 )
