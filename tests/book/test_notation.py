@@ -13,11 +13,11 @@ NOTEBOOKS = {path.name[:2]: path for path in sorted(Path(__file__).parents[2].gl
 TABLE = {symbol.name: symbol for symbol in notation.symbols()}
 # letters that a notebook uses in a meaning of its own
 OTHER_MEANINGS = {
-    "01": {"N", "L"},
-    "02": {"B", "N", "P", "R", "t"},
-    "04": {"B", "b", "s"},
+    "01": {"N", "V", "v"},
+    "02": {"B", "N", "P", "R", "s", "t"},
+    "04": {"B", "W", "b", "s"},
     "05": {"A", "R", "S", "W", "b", "s", "w"},
-    "06": {"F", "H"},
+    "06": {"H"},
 }
 
 
