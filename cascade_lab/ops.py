@@ -111,7 +111,7 @@ def _(q, k_caches, v_caches, *rest):
     )
 
 
-def _keep(ctx, inputs, output) -> None:
+def _keep_passes(ctx, inputs, output) -> None:
     q, *lists, softmax_scale, softcap, _num_splits, _out_dtype, _count_reads, backend = inputs
     if backend == "triton":
         raise RuntimeError(NO_TRITON_GRADIENT)
@@ -121,7 +121,7 @@ def _keep(ctx, inputs, output) -> None:
     ctx.constants = [(left, right, softmax_scale, softcap) for left, right in zip(lefts, rights, strict=True)]
 
 
-def _backward(ctx, d_o, d_lse, _d_loaded):
+def _passes_backward(ctx, d_o, d_lse, _d_loaded):
     o, lse, q, *per_pass = ctx.saved_tensors
     # None for each input, in lists of None where the input was a list of tensors
     result = [[None] * len(x) if isinstance(x, list) else None for x in ctx.needs_input_grad]
@@ -136,4 +136,4 @@ def _backward(ctx, d_o, d_lse, _d_loaded):
     return tuple(result)
 
 
-attention_op.register_autograd(_backward, setup_context=_keep)
+attention_op.register_autograd(_passes_backward, setup_context=_keep_passes)
