@@ -91,3 +91,15 @@ def test_the_real_clock_tells_a_quarter_of_the_work_from_the_whole():
 def test_nothing_to_time_is_refused(calls, rounds, named):
     with pytest.raises(ValueError, match=named):
         ratios(calls, rounds)
+
+
+def test_a_measurement_that_is_too_wide_is_made_again_and_the_narrowest_counts(clock):
+    def made(times, **options):
+        units = clock.call("unit", [1.0] * len(times))
+        return ratios({"unit": units, "other": clock.call("other", times)}, rounds=2, **options)["other"]
+
+    wide, narrow, wider = [1.0, 3.0], [2.0, 2.2], [1.0, 9.0]
+    assert made([1.0, *wide]).median == 2.0  # as it comes
+    assert made([1.0, *wide, *narrow], spread=0.2).median == pytest.approx(2.1)
+    assert made([1.0, *wide, *wider, *narrow], spread=0.01, tries=3).median == pytest.approx(2.1)
+    assert made([1.0, *wide, *wider], spread=0.01, tries=2).median == 2.0
