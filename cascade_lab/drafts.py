@@ -3,15 +3,15 @@
 A draft tree hangs on a request's prefix; a node sees the prefix, its ancestors and itself, and stands at position
 prefix length + number of ancestors. Verifying a batch of trees is the same attention under three plans:
 
-    naive     one level of virtual requests, each the prefix and one path:     V (L + path) KV tokens
-    cascade   a prefix level and a draft level of virtual requests, merged:    B L + V path
-    fused     one level, prefix and all drafts once, a tree mask inside:       B (L + nodes), no merge
+    naive     one level of virtual requests, each the prefix and one path:     R n (L + path) KV tokens
+    cascade   a prefix level and a draft level of virtual requests, merged:    R L + R n path
+    fused     one level, prefix and all drafts once, a tree mask inside:       R (L + V), no merge
 
-Reads are counted per request here (see `levels`), for B requests that are expanded into V virtual ones. What a virtual
-request is, `rows` says: a whole branch with the rows of its path, causal ("branch"); a leaf with one row, as in a
-drafting step ("leaf"); a node with one row ("node"). Branches of topk x S drafts make V = B topk of the first two, so
-reads are B topk (L + S) against B L + B topk S under both, and pairs topk (S L + S (S + 1) / 2) a request under the
-first. With a virtual request per node, V is B topk S and a path is the node's depth.
+Reads are counted per request here (see `levels`), for R requests with trees of V nodes, each expanded into n virtual
+ones. What a virtual request is, `rows` says: a whole branch with the rows of its path, causal ("branch"); a leaf with
+one row, as in a drafting step ("leaf"); a node with one row ("node"). Branches of topk x S drafts make n = topk of the
+first two, so reads are R topk (L + S) against R L + R topk S under both, and pairs topk (S L + S (S + 1) / 2) a request
+under the first. With a virtual request per node, n is V = topk S and a path is the node's depth.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class VerifyBatch:
                 request per leaf with its row alone (a drafting step); or "node", a virtual request and a row per node.
             shared_prefix_len: leading tokens that all requests share (a system prompt), a multiple of page_size. The
                 cascade then has three levels.
-            page_table: `[B, max_pages]` int32 with the pages of prefix and drafts; consecutive ones are handed out when
+            page_table: `[R, max_pages]` int32 with the pages of prefix and drafts; consecutive ones are handed out when
                 absent. Pages of different requests must differ beyond the shared prefix, and be equal within it.
             num_pages: pages of the cache, to refuse a batch that does not fit; the smallest number by default.
             device: where the levels' tensors are.
@@ -359,7 +359,7 @@ class VerifyBatch:
 
     @cached_property
     def page_table(self) -> torch.Tensor:
-        """`[B, max_pages]` int32: the pages of each request's prefix and drafts; unused entries are -1."""
+        """`[R, max_pages]` int32: the pages of each request's prefix and drafts; unused entries are -1."""
         return self._to_tensor(self._table)
 
     @property

@@ -179,7 +179,7 @@ class Ledger:
 
     Attributes:
         kv_tokens: reads per request: sum of cache_seqlens over the requests that have rows. The count of the published
-            formulas B topk (L + S) and B L + B topk S.
+            formulas R topk (L + S) and R L + R topk S.
         kv_tokens_paged: the same with each request's last page counted whole.
         kv_tokens_unique: distinct keys, as physical slots: the compulsory reads. A copied page has slots of its own.
         pairs: visible query-key pairs.

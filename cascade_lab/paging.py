@@ -75,7 +75,7 @@ def build_page_table(lengths: Sequence[int], page_size: int, *, first_page: int 
 
 
 def dense_page_table(batch: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Page table `[batch, 1]` int32 that reads a dense `[B, L, H_kv, D]` tensor as a cache of one page per request.
+    """Page table `[R, 1]` int32 that reads a dense `[R, L, H_kv, D]` tensor as a cache of one page per request.
 
     Raises:
         TypeError, ValueError: a batch that is no integer >= 0.

@@ -97,7 +97,7 @@ def flashinfer_rule(packed_len: float, head_dim: int, *, step_fits: bool = True)
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One line of `rule_table`: what each rule answers for B requests of topk branches over prefixes of L tokens."""
+    """One line of `rule_table`: what each rule answers for R requests of topk branches over prefixes of L tokens."""
 
     prefix_len: int
     topk: int

@@ -157,17 +157,17 @@ def lse_to_heads_first(lse: torch.Tensor) -> torch.Tensor:
 
 
 def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-    """`[T, H]` lse gathered from a padded `[B, H, max_T]` one, request b keeping its first rows; this one copies.
+    """`[T, H]` lse gathered from a padded `[R, H, max_T]` one, request r keeping its first rows; this one copies.
 
     Args:
-        lse: `[B, H, max_T]`.
-        cu_seqlens_q: `[B + 1]` int32 row offsets.
+        lse: `[R, H, max_T]`.
+        cu_seqlens_q: `[R + 1]` int32 row offsets.
 
     Raises:
         ValueError: the shapes do not fit, or a request has more than max_T rows.
     """
-    _checks.tensor("lse", lse, "[B, H, max_T]")
-    _checks.tensor("cu_seqlens_q", cu_seqlens_q, "[B + 1]")
+    _checks.tensor("lse", lse, "[R, H, max_T]")
+    _checks.tensor("cu_seqlens_q", cu_seqlens_q, "[R + 1]")
     lengths = cu_seqlens_q.diff()
     if len(lengths) != lse.shape[0] or (lengths > lse.shape[2]).any() or (lengths < 0).any():
         raise ValueError(

@@ -15,7 +15,7 @@ from importlib.resources import files
 from cascade_lab.book.export import render
 from cascade_lab.book.mathml import to_mathml
 
-GREEK = ("alpha", "delta", "rho", "sigma", "tau", "varepsilon", "epsilon", "gamma", "lambda", "mu")
+GREEK = ("alpha", "beta", "delta", "rho", "sigma", "tau", "varepsilon", "epsilon", "gamma", "lambda", "mu")
 _SUBSCRIPT = re.compile(r"(?<=[a-zA-Z])_(\{(?:[^{}]|\{[^{}]*\})*\}|\\(?:text|mathrm)\{[^{}]*\})")
 _WORDS = re.compile(r"\\(?:text|mathrm|operatorname|tag)\{[^{}]*\}")
 _COMMANDS = re.compile(rf"\\(?!(?:{'|'.join(GREEK)})(?![a-zA-Z]))[a-zA-Z]+")

@@ -73,9 +73,9 @@ def draft_tree(tree: DraftTree, prefix_len: int) -> tuple[Figure, dict[str, list
         left.spines["left"].set_visible(False)
         fill_cells(right, [[True, *row] for row in data["visible"]])
         ticks = range(0, tree.size, 1 if tree.size <= 16 else 8)
-        right.set_xticks([0, *(t + 1 for t in ticks)], ["P", *ticks], fontsize=8)
+        right.set_xticks([0, *(t + 1 for t in ticks)], ["L", *ticks], fontsize=8)
         right.set_yticks(ticks, ticks, fontsize=8)
-        right.set_xlabel("key: prefix P, then draft nodes")
+        right.set_xlabel("key: prefix of L, then draft nodes")
         right.set_ylabel("row of node")
         right.set_title(f"{int(visible.sum())} of {tree.size**2} draft pairs visible")
     return fig, data

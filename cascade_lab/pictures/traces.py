@@ -1,6 +1,6 @@
 """Pictures of many requests: what one averaged hit ratio hides.
 
-A trace is a list of (N, H). Attention is left with 1 - S, S the sum of H(H + 1) over the sum of N(N + 1), so each
+A trace is a list of (N, H). Attention is left with 1 - beta, beta the sum of H(H + 1) over the sum of N(N + 1), so each
 request counts by N(N + 1), and what counts is close to the square of its hit ratio. Nothing here reads a trace.
 """
 

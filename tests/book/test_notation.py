@@ -11,14 +11,6 @@ from cascade_lab.book.execution import load
 
 NOTEBOOKS = {path.name[:2]: path for path in sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))}
 TABLE = {symbol.name: symbol for symbol in notation.symbols()}
-# letters that a notebook uses in a meaning of its own
-OTHER_MEANINGS = {
-    "01": {"N", "V", "v"},
-    "02": {"B", "N", "P", "R", "s", "t"},
-    "04": {"B", "W", "b", "s"},
-    "05": {"A", "R", "S", "W", "b", "s", "w"},
-    "06": {"H"},
-}
 
 
 def texts(number):
@@ -57,7 +49,7 @@ def test_formulas_of_a_notebook_use_symbols_that_the_table_defines_for_it(number
                 row = notation.resolve(name, TABLE)
                 if row not in notation.local_letters() and number not in getattr(TABLE.get(row), "defined", ()):
                     unlisted.add(row)
-    assert unlisted <= OTHER_MEANINGS.get(number, set())
+    assert not unlisted
 
 
 @pytest.mark.parametrize(
