@@ -93,7 +93,7 @@ def tensor(
     """`x`, a tensor.
 
     Args:
-        layout: names of its dims, "[T, H]".
+        layout: names of its dims, "[T, H_q]".
         sizes: of all dims, where they are known.
         dtypes: those allowed.
         like: name and tensor on whose device it has to be.

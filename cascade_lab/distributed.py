@@ -4,7 +4,7 @@ Rank r holds the key set K_r and returns (o_r, lse_r) for the same rows; the glo
 
     lse = log sum_r e^lse_r,    o = sum_r e^(lse_r - lse) o_r.
 
-n = T H states of D + 1 float32 numbers are exchanged, whatever the number of keys. What each of W ranks sends:
+n = T H_q states of D + 1 float32 numbers are exchanged, whatever the number of keys. What each of W ranks sends:
 
     gather      everybody gets all parts, then a W-way merge              (W - 1) n (D + 1)
     reduce      all-reduce of the maximum, then of [w o, w]               2 (W - 1)/W n (D + 2)
@@ -82,11 +82,11 @@ def merge_across_ranks(
     """Merge the states of all ranks, over disjoint key sets, into the state over their union.
 
     Args:
-        state: this rank's o `[T, H, D]` and lse `[T, H]`, as `merge_state` takes them and of one shape on all ranks. A
-            rank without keys gives o = 0 (or anything) and lse = -inf.
+        state: this rank's o `[T, H_q, D]` and lse `[T, H_q]`, as `merge_state` takes them and of one shape on all ranks.
+            A rank without keys gives o = 0 (or anything) and lse = -inf.
         group: the process group; the default group when absent. gloo on CPU, NCCL on GPU.
-        mode: "all", every rank gets the whole state. "scatter", rank r gets heads r H/W to (r + 1) H/W - 1, as tensor
-            parallel layers want them.
+        mode: "all", every rank gets the whole state. "scatter", rank r gets heads r H_q/W to (r + 1) H_q/W - 1, as
+            tensor parallel layers want them.
         algorithm: "gather", "reduce" or "exchange" as in this module's text; "auto" takes the one that sends fewest
             bytes (`merge_bytes` of rank 0), and among equals the one with fewer steps. "scatter" knows "exchange"
             alone.
@@ -96,8 +96,8 @@ def merge_across_ranks(
         backend: of the local merge, as in `merge_states`.
 
     Returns:
-        State `[T, H, D]`, `[T, H]` ("scatter": `[T, H/W, D]`, `[T, H/W]`). Differentiable once: the gradient of a
-        rank's state is that of the sum of all ranks' losses, so every rank runs its backward pass.
+        State `[T, H_q, D]`, `[T, H_q]` ("scatter": `[T, H_q/W, D]`, `[T, H_q/W]`). Differentiable once: the gradient of
+        a rank's state is that of the sum of all ranks' losses, so every rank runs its backward pass.
 
     Raises:
         TypeError, ValueError: a bad argument on this rank or, naming the rank, on another; shapes, dtypes, options or
@@ -122,9 +122,9 @@ def merge_bytes(
     lse_dtype: torch.dtype = torch.float32,
     rank: int = 0,
 ) -> dict[str, int]:
-    """Payload bytes that a rank sends to merge `[T, H, D]` states, by algorithm, those with fewer steps first.
+    """Payload bytes that a rank sends to merge `[T, H_q, D]` states, by algorithm, those with fewer steps first.
 
-    Exact; ranks differ only where W does not divide T H, and an all-reduce counts as a ring of 2 (W - 1) equal steps.
+    Exact; ranks differ only where W does not divide T H_q, and an all-reduce counts as a ring of 2 (W - 1) equal steps.
     Transport headers and the 512 bytes by which ranks compare their arguments are not counted.
 
     Raises:

@@ -223,7 +223,7 @@ class TopK(Region):
 class TopKBlocks(Region):
     """k selected blocks of `block` tokens, the row's own block among them, whole but for the own block's future.
 
-    With b = (t - 1) div block and r = (t - 1) mod block + 1: v(t) = (min(b + 1, k) - 1) block + r.
+    With i = (t - 1) div block and r = (t - 1) mod block + 1: v(t) = (min(i + 1, k) - 1) block + r.
     """
 
     block: int
@@ -233,8 +233,8 @@ class TopKBlocks(Region):
         self._check(block=1, k=1)
 
     def _visible(self, t: Count) -> Count:
-        b = (t - 1) // self.block
-        return (_least(b + 1, self.k) - 1) * self.block + (t - 1) % self.block + 1
+        i = (t - 1) // self.block
+        return (_least(i + 1, self.k) - 1) * self.block + (t - 1) % self.block + 1
 
     def _total(self, n: Count) -> Count:
         q, r = n // self.block, n % self.block

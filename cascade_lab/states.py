@@ -38,8 +38,8 @@ class State(NamedTuple):
     """Attention over one key set.
 
     Attributes:
-        o: `[T, H, D]`, the normalised output; exactly 0 in a row without keys.
-        lse: `[T, H]` float32 (float64 if an input is), natural log of the sum of exp(scaled score); exactly -inf in a
+        o: `[T, H_q, D]`, the normalised output; exactly 0 in a row without keys.
+        lse: `[T, H_q]` float32 (float64 if an input is), natural log of the sum of exp(scaled score); exactly -inf in a
             row without keys.
     """
 
@@ -61,12 +61,12 @@ def merge_state(
     """Merge two states over disjoint key sets into the state over their union.
 
     Args:
-        o_a, o_b: `[T, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with
+        o_a, o_b: `[T, H_q, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with
             unit last stride.
-        lse_a, lse_b: `[T, H]` float32 (float64 on the torch backend), natural log, any strides: a transposed `[H, T]`
-            tensor is read in place. -inf and +inf both mean "no keys"; NaN propagates.
-        out, out_lse: where to write, `[T, H, D]` and `[T, H]`; each may be one of the inputs, whole. Memory of inputs
-            is compared by address, so not under torch.compile.
+        lse_a, lse_b: `[T, H_q]` float32 (float64 on the torch backend), natural log, any strides: a transposed
+            `[H_q, T]` tensor is read in place. -inf and +inf both mean "no keys"; NaN propagates.
+        out, out_lse: where to write, `[T, H_q, D]` and `[T, H_q]`; each may be one of the inputs, whole. Memory of
+            inputs is compared by address, so not under torch.compile.
         out_dtype: dtype of o; default the promoted dtype of o_a and o_b, or the dtype of `out`.
         backend: "auto", "triton" or "torch".
 
@@ -111,20 +111,20 @@ def merge_states(
     """Merge S states over disjoint key sets at once.
 
     Args:
-        o: `[T, S, H, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with unit last
+        o: `[T, S, H_q, D]` float32, float16 or bfloat16 (float64 on the torch backend), any strides with unit last
             stride.
-        lse: `[T, S, H]` float32 (float64 on the torch backend), natural log; -inf and +inf mean "no keys", NaN
+        lse: `[T, S, H_q]` float32 (float64 on the torch backend), natural log; -inf and +inf mean "no keys", NaN
             propagates.
         out_dtype: dtype of the merged o; default that of `o`.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        State `[T, H, D]`, `[T, H]`. S = 0 gives empty states. Differentiable in both inputs on every backend.
+        State `[T, H_q, D]`, `[T, H_q]`. S = 0 gives empty states. Differentiable in both inputs on every backend.
 
     Raises:
         TypeError, ValueError: as for `merge_state`.
     """
-    _check_state("o", o, "lse", lse, layout="T, S, H")
+    _check_state("o", o, "lse", lse, layout="T, S, H_q")
     out_dtype = _resolve_out_dtype(None, out_dtype, o.dtype)
     backend = runtime._pick_backend(backend, o)
     _check_backend_dtypes(backend, {"o": o, "lse": lse}, out_dtype)
@@ -145,28 +145,28 @@ def lse_to_base2(lse: torch.Tensor) -> torch.Tensor:
 
 
 def lse_from_heads_first(lse: torch.Tensor) -> torch.Tensor:
-    """`[T, H]` view of an `[H, T]` lse (the layout of flash-attention's packed calls and of vLLM). No copy."""
-    _checks.tensor("lse", lse, "[H, T]")
+    """`[T, H_q]` view of an `[H_q, T]` lse (the layout of flash-attention's packed calls and of vLLM). No copy."""
+    _checks.tensor("lse", lse, "[H_q, T]")
     return lse.transpose(0, 1)
 
 
 def lse_to_heads_first(lse: torch.Tensor) -> torch.Tensor:
-    """`[H, T]` view of a `[T, H]` lse. No copy."""
-    _checks.tensor("lse", lse, "[T, H]")
+    """`[H_q, T]` view of a `[T, H_q]` lse. No copy."""
+    _checks.tensor("lse", lse, "[T, H_q]")
     return lse.transpose(0, 1)
 
 
 def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-    """`[T, H]` lse gathered from a padded `[R, H, max_T]` one, request r keeping its first rows; this one copies.
+    """`[T, H_q]` lse gathered from a padded `[R, H_q, max_T]` one, request r keeping its first rows; this one copies.
 
     Args:
-        lse: `[R, H, max_T]`.
+        lse: `[R, H_q, max_T]`.
         cu_seqlens_q: `[R + 1]` int32 row offsets.
 
     Raises:
         ValueError: the shapes do not fit, or a request has more than max_T rows.
     """
-    _checks.tensor("lse", lse, "[R, H, max_T]")
+    _checks.tensor("lse", lse, "[R, H_q, max_T]")
     _checks.tensor("cu_seqlens_q", cu_seqlens_q, "[R + 1]")
     lengths = cu_seqlens_q.diff()
     if len(lengths) != lse.shape[0] or (lengths > lse.shape[2]).any() or (lengths < 0).any():
@@ -325,7 +325,7 @@ def _merge_backward(o_s, lse_s, o, lse, grad_o, grad_lse):
     return (p[..., None] * grad_o).to(o_s.dtype), (p * (grad_lse + (grad_o * ahead).sum(-1))).to(lse_s.dtype)
 
 
-def _check_state(o_name, o, lse_name, lse, layout="T, H") -> None:
+def _check_state(o_name, o, lse_name, lse, layout="T, H_q") -> None:
     _checks.tensor(o_name, o, f"[{layout}, D]", dtypes=_OUT_DTYPES)
     _checks.tensor(lse_name, lse, f"[{layout}]", dtypes=_LSE_DTYPES, like=(o_name, o))
     if lse.shape != o.shape[:-1]:

@@ -150,7 +150,7 @@ def attention_oracle(
 def merge_oracle(o: Tensor, lse: Tensor) -> Reference:
     """Merge S states per row in float64: `lse = ln sum_s exp(lse_s)`, `o = sum_s exp(lse_s - lse) o_s`.
 
-    o [T, S, H, D], lse [T, S, H] in natural log, any float dtype; returns o [T, H, D], lse [T, H]. A state
+    o [T, S, H_q, D], lse [T, S, H_q] in natural log, any float dtype; returns o [T, H_q, D], lse [T, H_q]. A state
     with lse -inf or +inf is empty, whatever its o holds; a NaN lse makes its row NaN.
     """
     o, lse = o.double(), lse.double()
@@ -201,7 +201,7 @@ def assert_state_close(
     """Assert that a state equals the reference; AssertionError names the worst request, row and head.
 
     Shapes and the -inf pattern of lse must agree, o must be exactly 0 in empty rows, and NaN fails on either
-    side except in `nan_rows` (bool [T, H]), where actual lse and o must both be NaN. o and lse are bounded
+    side except in `nan_rows` (bool [T, H_q]), where actual lse and o must both be NaN. o and lse are bounded
     separately by `factor * error of plain + floor`, `plain` being a run of ordinary torch in the kernel's
     input dtype. The floor is `atol` if given, else per dtype of the compared tensor (float64 1e-12, float32
     5e-6, float16 2e-3, bfloat16 1.6e-2, the last two being two units in the last place), times the largest

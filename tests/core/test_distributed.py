@@ -481,7 +481,7 @@ def test_the_automatic_choice_sends_least(ranks):
 
 LOCAL = {
     "local: lse in half": "TypeError: lse: expected float32",
-    "local: transposed lse": "ValueError: lse: expected [T, H] = (9, 4)",
+    "local: transposed lse": "ValueError: lse: expected [T, H_q] = (9, 4)",
     "local: no state": "TypeError: state: expected State(o, lse), given tuple",
     "local: text": "TypeError: state: expected State(o, lse), given str",
     "local: unknown mode": "ValueError: mode: expected one of ('all', 'scatter'), given 'some'",

@@ -522,11 +522,11 @@ GOOD = {"o_a": (5, 3, 8), "lse_a": (5, 3), "o_b": (5, 3, 8), "lse_b": (5, 3)}
     [
         ({"lse_a": lambda x: x.t()}, ValueError, ["lse_a", "(5, 3)", "(3, 5)"]),
         ({"lse_b": lambda x: x.t()}, ValueError, ["lse_b", "(5, 3)", "(3, 5)"]),
-        ({"lse_a": lambda x: x.new_zeros(2, 3, 3)}, ValueError, ["lse_a", "[T, H]", "(2, 3, 3)"]),
-        ({"lse_a": lambda x: x[:, :, None]}, ValueError, ["lse_a", "[T, H]", "(5, 3, 1)"]),
+        ({"lse_a": lambda x: x.new_zeros(2, 3, 3)}, ValueError, ["lse_a", "[T, H_q]", "(2, 3, 3)"]),
+        ({"lse_a": lambda x: x[:, :, None]}, ValueError, ["lse_a", "[T, H_q]", "(5, 3, 1)"]),
         ({"lse_b": lambda x: x[:4]}, ValueError, ["lse_b", "(5, 3)", "(4, 3)"]),
         ({"lse_b": lambda x: x.new_zeros(1, 3)}, ValueError, ["lse_b", "(5, 3)", "(1, 3)"]),
-        ({"o_a": lambda x: x[None]}, ValueError, ["o_a", "[T, H, D]", "(1, 5, 3, 8)"]),
+        ({"o_a": lambda x: x[None]}, ValueError, ["o_a", "[T, H_q, D]", "(1, 5, 3, 8)"]),
         ({"o_b": lambda x: x[:, :, :7]}, ValueError, ["o_b", "(5, 3, 8)", "(5, 3, 7)"]),
         (
             {"o_a": lambda x: x[..., ::2], "o_b": lambda x: x[..., :4]},
@@ -608,7 +608,7 @@ def test_out_with_a_required_gradient_is_refused(backend, device):
 
 
 def test_padded_lse_is_converted_by_an_explicit_call():
-    """K9: [B, H, max_T] with query lengths [2, 3] becomes [5, H], and only on request."""
+    """K9: [R, H_q, max_T] with query lengths [2, 3] becomes [5, H_q], and only on request."""
     padded = random(2, 4, 3, seed=31)
     padded[0, :, 2] = NAN
     packed = states.lse_from_padded(padded, int32([0, 2, 5]))

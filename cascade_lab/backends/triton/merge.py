@@ -131,7 +131,7 @@ def _launch(kernel, rows: int, D: int, itemsize: int, *args) -> None:
 def merge_pair(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Write the merge of two states into (o [T, H, D], lse [T, H]); any strides with unit last stride in o."""
+    """Write the merge of two states into (o [T, H_q, D], lse [T, H_q]); any strides with unit last stride in o."""
     T, H, D = o_a.shape
     if T * H == 0:
         return
@@ -141,7 +141,7 @@ def merge_pair(
 
 
 def merge_many(os: torch.Tensor, lses: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write the merge of os [T, S, H, D], lses [T, S, H] into (o [T, H, D], lse [T, H]); S may be 0."""
+    """Write the merge of os [T, S, H_q, D], lses [T, S, H_q] into (o [T, H_q, D], lse [T, H_q]); S may be 0."""
     T, S, H, D = os.shape
     if T * H == 0:
         return
