@@ -128,11 +128,19 @@ def run_marked_tests(folder: Path) -> str | None:
     return (failed or (done.stdout + done.stderr).strip().splitlines() or ["pytest failed"])[-1]
 
 
-def launch_tile(packed_rows: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile of a launch on this device whose longest request has `packed_rows` rows x heads of the group."""
+def launch_tile(
+    packed_rows: int, head_dim: int, dtype: torch.dtype, head_dim_v: int | None = None, latent: bool = False
+) -> Tile:
+    """The tile of a launch on this device whose longest request has `packed_rows` rows x heads of the group.
+
+    Args:
+        packed_rows, head_dim, dtype, head_dim_v, latent: as in `backends.triton.config.tile_for`.
+    """
     from cascade_lab.backends.triton.config import rows_of, tile_for
 
-    return tile_for(packed_rows, head_dim, dtype, rows_of(runtime.device_target(runtime.device()).name))
+    target = runtime.device_target(runtime.device())
+    limit = target.shared_bytes if target.multiprocessors else None
+    return tile_for(packed_rows, head_dim, dtype, rows_of(target.name), limit, head_dim_v, latent)
 
 
 def _problem(check: Check) -> str | None:
@@ -200,7 +208,8 @@ def _check_plans(check: Check) -> None:
 def _tokens_loaded(level: Level, q: Tensor, k: Tensor, v: Tensor) -> int:
     """The ledger's tokens per KV head, with the row tile that the launch takes."""
     rows = int(torch.diff(level.cu_seqlens_q).max())
-    tile = launch_tile(rows * q.shape[1] // k.shape[2], max(q.shape[-1], v.shape[-1]), q.dtype)
+    same = k.data_ptr() == v.data_ptr()
+    tile = launch_tile(rows * q.shape[1] // k.shape[2], q.shape[-1], q.dtype, v.shape[-1], same)
     return ledger([level], num_q_heads=q.shape[1], num_kv_heads=k.shape[2]).tile_tokens(tile.block_m)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from cascade_lab import attention, merge_state, runtime
 from cascade_lab.evidence.driver import fake_device
+from cascade_lab.evidence.launches import resources
 from tests.cases import attention_case, run
 
 
@@ -106,9 +107,41 @@ def refused() -> dict:
 
 
 def too_large() -> dict:
-    """A kernel that needs more shared memory than a target has is refused by Triton itself, before its launch."""
+    """A call whose tiles all need more shared memory than a target has is refused before its first launch."""
     with fake_device(replace(runtime.TARGETS["sm_90"], shared_bytes=2048)) as launches:
         said = message(call)
     with fake_device("sm_90") as enough:
         call()
     return {"said": said, "launches": len(launches), "enough": len(enough)}
+
+
+def fits(works: list[dict]) -> list[dict]:
+    """One pass of 2 KV heads over 300 keys for each work: what its launch took, and what the bound says it takes."""
+    from cascade_lab.backends.triton.config import rows_of, shared_need, tile_for
+
+    found = []
+    for work in works:
+        D, D_v, latent = work["widths"]
+        dtype, target = getattr(torch, work["dtype"]), runtime.TARGETS[work["target"]]
+        heads = 1 if latent else 2
+        k = torch.empty(19, 16, heads, D, dtype=dtype)
+        v = k[..., :D_v] if latent else torch.empty(19, 16, heads, D_v, dtype=dtype)
+        q = torch.empty(work["rows"] // 4, 4 * heads, D, dtype=dtype)
+        table = torch.arange(19, dtype=torch.int32)[None]
+        lengths = torch.tensor([300], dtype=torch.int32)
+        with fake_device(target) as launches:
+            said = message(lambda q=q, k=k, v=v: attention(q, k, v, table, lengths, causal=True, backend="triton"))
+        one = {"work": work, "said": said, "launches": len(launches)}
+        if launches:
+            tile = tile_for(work["rows"], D, dtype, rows_of(target.name), target.shared_bytes, D_v, latent)
+            one |= {
+                "shared": launches[0].kernel.metadata.shared,
+                "need": shared_need(tile, dtype, rows_of(target.name), D, D_v, latent),
+                "limit": target.shared_bytes,
+                "taken": [launches[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N", "STAGES")],
+                "tile": [tile.block_m, tile.block_n, tile.num_stages],
+            }
+            if "cubin" in launches[0].kernel.asm:
+                one["local"] = resources(launches[0].kernel.asm["cubin"])["local"]
+        found.append(one)
+    return found

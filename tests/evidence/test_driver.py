@@ -1,5 +1,7 @@
 """The driver without a device: Triton's launch path as on a card, up to the launch."""
 
+import re
+
 import pytest
 
 from cascade_lab import runtime
@@ -67,11 +69,55 @@ def test_what_is_not_known_is_refused_by_name():
 
 
 def test_a_kernel_beyond_the_shared_memory_is_refused_before_its_launch():
-    """By Triton's own check, against the limit of the device that is pretended."""
+    """By the package, against the limit of the device that is pretended; need and limit are named in bytes."""
     found = program("too_large()")
-    assert "shared memory" in found["said"]
-    assert "2048" in found["said"]
+    assert found["said"].startswith("ValueError: head_dim: ")
+    assert "the 2048 bytes of shared memory" in found["said"]
+    assert re.search(r"smallest tile needs \d+ bytes$", found["said"])
     assert (found["launches"], found["enough"]) == (0, 2)
+
+
+# D, D_v, V is a view of K
+WIDTHS = {64: (64, 64, False), 128: (128, 128, False), 192: (192, 128, False), 256: (256, 256, False)}
+WIDTHS[576] = (576, 512, True)
+
+
+def work(target, head_dim, rows, dtype):
+    return {"target": target, "widths": WIDTHS[head_dim], "rows": rows, "dtype": dtype}
+
+
+def test_launches_that_99_and_64_kib_did_not_hold_compile_and_fit():
+    """Decode and prefill of head dim 256 and latent attention on sm_86; small tiles, and no bfloat16, on sm_75."""
+    half, none = "bfloat16", "float16"
+    works = [work("sm_86", 256, 16, half), work("sm_86", 256, 64, half), work("sm_86", 576, 32, half)]
+    works += [work("sm_75", 64, 16, none), work("sm_75", 128, 16, none), work("sm_75", 64, 16, half)]
+    *found, refused, too_large = program(f"fits({[*works, work('sm_75', 576, 16, none)]})")
+    for one in found:
+        assert one["said"] == "no error"
+        assert one["taken"] == one["tile"]
+        assert 0 < one["shared"] <= one["need"] <= one["limit"]
+        assert one["local"] == 0, "nothing spills"
+    assert [one["tile"] for one in found] == [[16, 32, 5], [64, 32, 3], [32, 16, 5], [16, 32, 1], [16, 32, 1]]
+    assert refused["said"].startswith("TypeError: dtype of q: expected float16 or float32 on sm_75")
+    assert too_large["said"].startswith("ValueError: head_dim: ")
+    assert "65536 bytes" in too_large["said"]
+    assert refused["launches"] == too_large["launches"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_the_bound_holds_on_every_target_and_half_precision_spills_nothing_from_sm_80_on(target):
+    half = "float16" if target == "sm_75" else "bfloat16"
+    rows = {64: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (16, 64), 256: (16, 32, 64), 576: (16, 32)}
+    works = [work(target, head_dim, m, half) for head_dim in rows for m in rows[head_dim]]
+    works += [work(target, head_dim, 16, "float32") for head_dim in (64, 128, 256)]
+    made = [one for one in program(f"fits({works})") if one["said"] == "no error"]
+    assert len(made) >= (10 if target == "sm_75" else len(works))
+    for one in made:
+        assert one["shared"] <= one["need"] <= one["limit"], one
+        assert one["taken"] == one["tile"]
+        if one["work"]["dtype"] != "float32" and target not in ("sm_75", "gfx942"):
+            assert one["local"] == 0, one
 
 
 def test_an_interpreted_process_is_told_how_to_start():

@@ -298,7 +298,11 @@ def attend(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> tuple[torch.T
     if T == 0:
         return o, lse
     target = runtime.device_target(q.device)
-    tiles = [tile_for(_packed_rows(q, one), max(D, D_v), q.dtype, rows_of(target.name)) for one in passes]
+    # the interpreter has no device, and no limit
+    limit = target.shared_bytes if target.multiprocessors else None
+    tiles = [
+        tile_for(_packed_rows(q, one), D, q.dtype, rows_of(target.name), limit, D_v, _is_latent(one)) for one in passes
+    ]
     if call.num_splits is None:
         splits = [_splits(q, one, tile, target.multiprocessors) for one, tile in zip(passes, tiles, strict=True)]
     else:
@@ -358,7 +362,7 @@ def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
         float(sign), abs(softmax_scale) if sign else 1.0, softcap, *one.window_size, page_size, tiles, splits,
         *q.stride()[:2], *cache_strides,
         *one.page_table.stride(), *mask.stride(), *o.stride()[:3], *lse.stride(),
-        D=D, D_V=D_v, LATENT=D_v == block_d and _same_memory(one.k_cache, one.v_cache), UNIT=unit,
+        D=D, D_V=D_v, LATENT=_is_latent(one), UNIT=unit,
         GROUP=H_q // H_kv, WORDS=mask.shape[1],
         PAGE=page_size if page_size & (page_size - 1) == 0 and page_size <= 1024 else 0,
         LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
@@ -371,9 +375,11 @@ def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
     )  # fmt: skip
 
 
-def _same_memory(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether V is a view of K's first columns, as in absorbed MLA: one load then serves both."""
-    return k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+def _is_latent(one: Pass) -> bool:
+    """Whether V is a view of K's first block of columns, as in absorbed MLA: one load then serves both."""
+    k_cache, v_cache = one.k_cache, one.v_cache
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+    return same and v_cache.shape[-1] == head_blocks(k_cache.shape[-1])[0]
 
 
 def _stride_units(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, list[int]]:

@@ -1,17 +1,19 @@
 """Launch parameters, from static shapes only: tiles per head dim, rows and target, and the number of KV splits.
 
-Rows are query rows times the GQA group (they share a KV head, so they share its tiles). Nothing here reads device
-memory or measures, so a launch can be captured in a CUDA graph and is the same on every machine of a kind. Every row of
-the table is compiled and inspected by `cascade_lab.evidence.compiled`.
+Rows are query rows times the GQA group (they share a KV head, so they share its tiles). A tile has to fit the shared
+memory that a block may have: of a row's candidates the first that does is taken, by an upper bound from block sizes
+alone. Nothing here reads device memory or measures, so a launch can be captured in a CUDA graph and is the same on
+every machine of a kind. `cascade_lab.evidence.compiled` compiles and inspects the rows of sm_80, sm_90 and sm_100.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TARGETS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,14 @@ _TILES = {
     256: (Tile(16, 64, 8), Tile(32, 32, 8), Tile(64, 32, 8)),
     1024: (Tile(16, 32, 4), Tile(32, 32, 8)),
 }
-# where a target needs other tiles: few registers on sm_80, 64 KiB of shared memory on gfx942; a register limit of its
-# own where the assembler would spill to fit one more program
+# where a target needs other tiles: one stage on sm_75, which has neither asynchronous copies nor tensor cores that Triton
+# uses, few registers on sm_80, 64 KiB of shared memory on gfx942; a register limit of its own where the assembler would
+# spill to fit one more program
 _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
+    ("sm_75", 64): (Tile(16, 32, 4, 1), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1), Tile(128, 32, 8, 1)),
+    ("sm_75", 128): tuple(Tile(m, 32, 8, 1) for m in (16, 32, 64, 128)),
+    ("sm_75", 256): tuple(Tile(m, 16, 8, 1) for m in (16, 32, 64)),
+    ("sm_75", 1024): tuple(Tile(m, 16, 8, 1) for m in (16, 32)),
     ("sm_80", 64): (
         Tile(16, 64, 4, tail_n=32),
         Tile(32, 64, 4),
@@ -56,19 +63,29 @@ _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
         Tile(128, 64, 8, tail_n=32),
     ),
     ("sm_100", 64): (*_TILES[64][:3], Tile(128, 64, 8, max_registers=255)),
+    ("sm_120", 64): (*_TILES[64][:2], Tile(64, 64, 4, max_registers=255), Tile(128, 64, 8)),
+    ("sm_120", 128): (*_TILES[128][:3], Tile(128, 32, 8)),
     ("gfx942", 64): tuple(Tile(m, 64, 4, 2) for m in (16, 32, 64, 128)),
     ("gfx942", 128): tuple(Tile(m, 32, 4, 2) for m in (16, 32, 64, 128)),
     ("gfx942", 256): tuple(Tile(m, 16, 4, 2) for m in (16, 32, 64)),
     ("gfx942", 1024): tuple(Tile(m, 16, 4, 1) for m in (16, 32)),
 }
+_EXCEPTIONS["sm_86", 64] = (*_EXCEPTIONS["sm_80", 64][:3], Tile(128, 64, 8))
+_EXCEPTIONS["sm_86", 128] = _EXCEPTIONS["sm_80", 128]
+# (largest head dim, block_m) -> the tile to take where the row's own does not fit
+_SMALLER = {(256, 16): Tile(16, 32, 4), (256, 64): Tile(64, 32, 8, 3), (1024, 32): Tile(32, 16, 8)}
+# least number of a device -> whose rows it takes
+_GENERATIONS = ((120, "sm_120"), (100, "sm_100"), (90, "sm_90"), (81, "sm_86"), (80, "sm_80"))
+# reductions across warps and barriers: 256 bytes on most targets, 544 on sm_100
+_SCRATCH_BYTES = 1024
 
 
 def rows_of(name: str) -> str:
     """The one of TARGETS whose rows a device of that name takes."""
     if not name.startswith("sm_"):
         return "gfx942"
-    generation = int(name.removeprefix("sm_")) // 10
-    return "sm_100" if generation >= 10 else "sm_90" if generation == 9 else "sm_80"
+    number = int(name.removeprefix("sm_"))
+    return next((target for least, target in _GENERATIONS if number >= least), "sm_75")
 
 
 def tiles(target: str, head_dim: int) -> tuple[Tile, ...]:
@@ -78,25 +95,110 @@ def tiles(target: str, head_dim: int) -> tuple[Tile, ...]:
         target: one of TARGETS.
         head_dim: the larger of D and D_v, up to 1024.
     """
-    limit = next(limit for limit in _TILES if head_dim <= limit)
+    limit = _row_limit(head_dim)
     return _EXCEPTIONS.get((target, limit), _TILES[limit])
 
 
-def tile_for(rows: int, head_dim: int, dtype: torch.dtype, target: str = "sm_90") -> Tile:
+def _row_limit(head_dim: int) -> int:
+    return next(limit for limit in _TILES if head_dim <= limit)
+
+
+def tile_for(
+    rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    target: str = "sm_90",
+    shared_bytes: int | None = None,
+    head_dim_v: int | None = None,
+    latent: bool = False,
+) -> Tile:
     """The tile for launches whose longest request has `rows` packed rows: the smallest that holds them, or the largest.
 
-    block_m is the same on every target, so what a launch loads is too.
+    block_m is the same on every target, so what a launch loads is too. Where the table's tile does not fit the shared
+    memory, the row's smaller tile is tried, then fewer stages, then fewer keys.
 
     Args:
         rows: max_seqlen_q * (H_q / H_kv).
-        head_dim: the larger of D and D_v.
+        head_dim: D, or the larger of D and D_v where `head_dim_v` is left out.
         dtype: dtype of q, k and v; float32, there for checking, takes the same rows and fewer keys.
         target: one of TARGETS.
+        shared_bytes: shared memory that a block may opt in to; without it, as in the interpreter, there is no limit.
+        head_dim_v: D_v; `head_dim` where left out.
+        latent: V is a view of K's first columns.
+
+    Raises:
+        TypeError: bfloat16 on sm_75, which has no instructions for it.
+        ValueError: no tile of the row fits; need and limit are in the message.
     """
-    table = tiles(target, head_dim)
-    if dtype == torch.float32:
-        table = tuple(Tile(t.block_m, min(t.block_n, 32), t.num_warps, min(t.num_stages, 2)) for t in table)
-    return next((tile for tile in table if rows <= tile.block_m), table[-1])
+    if target == "sm_75" and dtype == torch.bfloat16:
+        raise TypeError("dtype of q: expected float16 or float32 on sm_75, which has no bfloat16, given bfloat16")
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    largest = max(head_dim, head_dim_v)
+    table = tiles(target, largest)
+    tile = next((tile for tile in table if rows <= tile.block_m), table[-1])
+    needs = []
+    for one in _candidates(tile, _SMALLER.get((_row_limit(largest), tile.block_m)), dtype):
+        if shared_bytes is None:
+            return one
+        needs.append(shared_need(one, dtype, target, head_dim, head_dim_v, latent))
+        if needs[-1] <= shared_bytes:
+            return one
+    raise ValueError(
+        f"head_dim: expected a tile of {tile.block_m} rows of {str(dtype).removeprefix('torch.')} that fits the "
+        f"{shared_bytes} bytes of shared memory that a block of the device may have, given D = {head_dim} and "
+        f"D_v = {head_dim_v}, whose smallest tile needs {min(needs)} bytes"
+    )
+
+
+def _candidates(tile: Tile, smaller: Tile | None, dtype: torch.dtype) -> Iterator[Tile]:
+    """The row's tile, its smaller one, then the former with fewer stages and with half the keys until 16 are left."""
+    full = dtype == torch.float32
+    if full:
+        tile = Tile(tile.block_m, min(tile.block_n, 32), tile.num_warps, min(tile.num_stages, 2))
+    yield tile
+    if smaller is not None and not full and smaller.num_stages <= tile.num_stages:
+        yield smaller
+    block_n = tile.block_n
+    while block_n >= 16:
+        for stages in (5, 3, 2, 1):
+            if stages <= tile.num_stages and (block_n, stages) != (tile.block_n, tile.num_stages):
+                yield replace(tile, block_n=block_n, tail_n=min(tile.tail_n, block_n), num_stages=stages)
+        block_n //= 2
+
+
+def shared_need(
+    tile: Tile, dtype: torch.dtype, target: str, head_dim: int, head_dim_v: int | None = None, latent: bool = False
+) -> int:
+    """Bytes of shared memory that a program of this tile takes at most, whatever its masks.
+
+    On NVIDIA queries stay there beside the buffers of keys, values and page ids, on AMD they only pass through, a block
+    of columns at a time. Weights go through it unless each warp has rows of its own. One stage keeps no buffers: keys
+    and values pass through, in half precision one after the other. Products without tensor cores take operands of
+    float32.
+
+    Args:
+        tile, dtype, target, head_dim, head_dim_v, latent: as in `tile_for`.
+    """
+    main, rest = head_blocks(head_dim)
+    half = dtype != torch.float32
+    matrix = half and target != "sm_75"
+    size = dtype.itemsize if matrix else 4
+    weights = 0 if matrix and tile.block_m >= 16 * tile.num_warps else tile.block_m * tile.block_n * size
+    keys = tile.block_n * (main + rest) * size
+    values = tile.block_n * _power_of_2(head_dim if head_dim_v is None else head_dim_v) * size
+    # products that read shared memory themselves keep one buffer more
+    count = max(1, (tile.num_stages - 1) // 2)
+    count += matrix and target in ("sm_90", "sm_100") and tile.block_m >= 64
+    pipelined = count * (keys + (0 if latent else values)) + 2 * tile.block_n * 4 + weights
+    if not target.startswith("sm_"):
+        return max(tile.block_m * main * size, pipelined + _SCRATCH_BYTES)
+    if target == "sm_75" and half:
+        passing = max(keys, values, weights)
+    elif target == "sm_75" or tile.num_stages == 1:
+        passing = weights + (max(keys, values) if half else keys + values)
+    else:
+        passing = pipelined
+    return tile.block_m * (main + rest) * size + passing + _SCRATCH_BYTES
 
 
 def head_blocks(head_dim: int) -> tuple[int, int]:
