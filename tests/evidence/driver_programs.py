@@ -116,32 +116,36 @@ def too_large() -> dict:
 
 
 def fits(works: list[dict]) -> list[dict]:
-    """One pass of 2 KV heads over 300 keys for each work: what its launch took, and what the bound says it takes."""
+    """What the launch of each work took, and what the bound says it takes: 300 keys for its rows, 304 for 4 more."""
+    return [fit(**work) for work in works]
+
+
+def fit(target: str, widths: tuple[int, int, bool], rows: int, dtype: str) -> dict:
     from cascade_lab.backends.triton.config import rows_of, shared_need, tile_for
 
-    found = []
-    for work in works:
-        D, D_v, latent = work["widths"]
-        dtype, target = getattr(torch, work["dtype"]), runtime.TARGETS[work["target"]]
-        heads = 1 if latent else 2
-        k = torch.empty(19, 16, heads, D, dtype=dtype)
-        v = k[..., :D_v] if latent else torch.empty(19, 16, heads, D_v, dtype=dtype)
-        q = torch.empty(work["rows"] // 4, 4 * heads, D, dtype=dtype)
-        table = torch.arange(19, dtype=torch.int32)[None]
-        lengths = torch.tensor([300], dtype=torch.int32)
-        with fake_device(target) as launches:
-            said = message(lambda q=q, k=k, v=v: attention(q, k, v, table, lengths, causal=True, backend="triton"))
-        one = {"work": work, "said": said, "launches": len(launches)}
-        if launches:
-            tile = tile_for(work["rows"], D, dtype, rows_of(target.name), target.shared_bytes, D_v, latent)
-            one |= {
-                "shared": launches[0].kernel.metadata.shared,
-                "need": shared_need(tile, dtype, rows_of(target.name), D, D_v, latent),
-                "limit": target.shared_bytes,
-                "taken": [launches[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N", "STAGES")],
-                "tile": [tile.block_m, tile.block_n, tile.num_stages],
-            }
-            if "cubin" in launches[0].kernel.asm:
-                one["local"] = resources(launches[0].kernel.asm["cubin"])["local"]
-        found.append(one)
-    return found
+    D, D_v, latent = widths
+    device, kind, row_target = runtime.TARGETS[target], getattr(torch, dtype), rows_of(target)
+    heads = 1 if latent else 2
+    k = torch.empty(19, 16, heads, D, dtype=kind)
+    v = k[..., :D_v] if latent else torch.empty(19, 16, heads, D_v, dtype=kind)
+    q = torch.empty(rows // 4 + 1, 4 * heads, D, dtype=kind)
+    table = torch.arange(19, dtype=torch.int32).repeat(2, 1)
+    lengths, offsets = (torch.tensor(x, dtype=torch.int32) for x in ([300, 304], [0, rows // 4, rows // 4 + 1]))
+    of_call = {"target": target, "widths": widths, "rows": rows, "dtype": dtype}
+    with fake_device(device) as launches:
+        said = message(lambda: attention(q, k, v, table, lengths, cu_seqlens_q=offsets, causal=True, backend="triton"))
+    if not launches:
+        return {"work": of_call, "said": said, "launches": 0}
+    tile = tile_for(rows, D, kind, row_target, device.shared_bytes, D_v, latent)
+    kernel, arguments = launches[0].kernel, launches[0].arguments
+    return {
+        "work": of_call,
+        "said": said,
+        "launches": len(launches),
+        "shared": kernel.metadata.shared,
+        "need": shared_need(tile, kind, row_target, D, D_v, latent),
+        "limit": device.shared_bytes,
+        "taken": [arguments[name] for name in ("BLOCK_M", "BLOCK_N", "STAGES")],
+        "tile": [tile.block_m, tile.block_n, tile.num_stages],
+        "local": resources(kernel.asm["cubin"])["local"] if "cubin" in kernel.asm else 0,
+    }

@@ -42,9 +42,9 @@ _TILES = {
     256: (Tile(16, 64, 8), Tile(32, 32, 8), Tile(64, 32, 8)),
     1024: (Tile(16, 32, 4), Tile(32, 32, 8)),
 }
-# where a target needs other tiles: one stage on sm_75, which has neither asynchronous copies nor tensor cores that Triton
-# uses, few registers on sm_80, 64 KiB of shared memory on gfx942; a register limit of its own where the assembler would
-# spill to fit one more program
+# where a target needs other tiles: one stage on sm_75, for which Triton has no asynchronous copies and no tensor cores,
+# few registers on sm_80 and its kin, 64 KiB of shared memory on gfx942; a register limit of its own where the assembler
+# would spill to fit one more program
 _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("sm_75", 64): (Tile(16, 32, 4, 1), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1), Tile(128, 32, 8, 1)),
     ("sm_75", 128): tuple(Tile(m, 32, 8, 1) for m in (16, 32, 64, 128)),
