@@ -14,23 +14,26 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from cascade_lab.evidence.compiled import bundled
 from cascade_lab.evidence.driver import Launch, fake_device
+from cascade_lab.runtime import TARGETS
 
 # module of the Triton backend -> its functions that launch
 ENTRIES = {
     "cascade_lab.backends.triton.attention": ("attend",),
     "cascade_lab.backends.triton.merge": ("merge_pair", "merge_many"),
 }
-HALF = (torch.float16, torch.bfloat16)
+HALF = ("float16", "bfloat16")
+# how Triton marks a pointer or a number that is a multiple of 16
+DIVISIBLE = ["tt.divisibility", 16]
 
 
 def described(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -184,12 +187,84 @@ def _class_of(name: str, value: Any, arguments: dict[str, Any]) -> str:
     return repr(value)
 
 
-def compiled(calls: list[dict[str, Any]], target: str) -> list[dict[str, Any]]:
+def bound(calls: Iterable[dict[str, Any]], target: str) -> Iterator[tuple[dict[str, Any], list[Launch] | str]]:
+    """As `launches_of`, up to Triton's specialisation: nothing is compiled, so whether a launch fits is not known.
+
+    A launch's kernel then has the key by which Triton tells kernels apart as "hash", and its number of warps; of its
+    arguments only constants have values, and it has no grid.
+    """
+    import triton
+
+    before, found = triton.knobs.runtime.jit_cache_hook, []
+
+    def keep(*, key, fn, compile, **_) -> bool:
+        # True: Triton takes no kernel and makes no launch
+        function, types, constants = fn.jit_function, compile["signature"], compile["constants"]
+        names = list(types)
+        values = {names[path[0]]: value for path, value in constants.items()}
+        aligned = [path[0] for path, attributes in compile["configs"][0].items() if DIVISIBLE in attributes]
+        kernel = SimpleNamespace(hash=str(key), metadata=SimpleNamespace(num_warps=compile["num_warps"]))
+        arguments = {name: values.get(name) for name in names}
+        found.append(
+            Launch(function, kernel, (), arguments, dict(types), frozenset(names[i] for i in aligned), TARGETS[target])
+        )
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = keep
+    try:
+        for call, launches in launches_of(calls, target):
+            yield call, launches if isinstance(launches, str) else found[:]
+            found.clear()
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+def needed(calls: Iterable[dict[str, Any]], target: str) -> list[dict[str, Any]]:
+    """Those calls that need a kernel on the target that none before them does, and those that fail before there is one.
+
+    Calls whose kernels were compiled in this process before are left out, for Triton does not ask again.
+    """
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for call, launches in bound(calls, target):
+        new = set() if isinstance(launches, str) else {(one.name, one.kernel.hash) for one in launches} - seen
+        if new or isinstance(launches, str):
+            found.append(call)
+        seen |= new
+    return found
+
+
+def sample(calls: list[dict[str, Any]], targets: Sequence[str] = tuple(TARGETS)) -> list[tuple[str, dict[str, Any]]]:
+    """Few calls, each with a target, whose launches together have every kind that the calls have on the targets.
+
+    Greedy: the targets take turns, and each takes the call that brings most kinds that are missing, the first of equals.
+    A call that fails on a target brings nothing there.
+    """
+    brings = {
+        target: [
+            set() if isinstance(launches, str) else {kind for one in launches for kind in kinds(one)}
+            for _, launches in bound(calls, target)
+        ]
+        for target in targets
+    }
+    missing = set().union(*(found for each in brings.values() for found in each))
+    chosen = []
+    while missing:
+        for target in targets:
+            best = max(range(len(calls)), key=lambda i: len(brings[target][i] & missing))
+            if new := brings[target][best] & missing:
+                chosen.append((target, calls[best]))
+                missing -= new
+    return chosen
+
+
+def compiled(calls: Iterable[dict[str, Any]], target: str) -> list[dict[str, Any]]:
     """The distinct kernels that calls need on a target, compiled.
 
     Returns:
-        For each its "kernel", "half" (any tensor in half precision), "shared" bytes, "registers" and "local" bytes of a
-        thread's spills (NVIDIA only), "constants" that make it; for a call that failed "error" and the "call".
+        For each its "kernel", "dtype" (the narrowest of its floating tensors), "shared" bytes, "registers" and "local"
+        bytes of a thread, where a spilled register goes, and "constants" that make it; for a call that failed "error"
+        and the "call".
     """
     found: dict[str, dict[str, Any]] = {}
     for call, launches in launches_of(calls, target):
@@ -202,25 +277,67 @@ def compiled(calls: list[dict[str, Any]], target: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def compiled_slice(path: str, target: str, first: int, step: int) -> list[dict[str, Any]]:
+    """`compiled` for every `step`-th needed call of a file of calls, from `first` on."""
+    calls = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return compiled(needed(calls, target)[first::step], target)
+
+
+def faults(kernels: Iterable[dict[str, Any]], target: str) -> list[str]:
+    """What is wrong with kernels that `compiled` reports: one that failed, that does not fit, or that spills.
+
+    A half-precision kernel may use no local memory on sm_80 and later; elsewhere, and in float32, spills are counted
+    and allowed.
+    """
+    found = []
+    for one in kernels:
+        if "error" in one:
+            found.append(f"{_call_name(one['call'])}: {one['error']}")
+        elif one["shared"] > TARGETS[target].shared_bytes:
+            found.append(f"{kernel_name(one)}: {one['shared']} bytes of {TARGETS[target].shared_bytes} shared memory")
+        elif one["local"] and one["dtype"] in HALF and target.startswith("sm_") and target != "sm_75":
+            found.append(f"{kernel_name(one)}: {one['local']} bytes of local memory a thread")
+    return found
+
+
+def kernel_name(report: dict[str, Any]) -> str:
+    """A kernel by its dtype and constants, flags that are off left out."""
+    constants = {name: value for name, value in report["constants"].items() if value not in (False, None)}
+    listed = ", ".join(name if value is True else f"{name}={value}" for name, value in constants.items())
+    return f"{report['kernel']} {report['dtype']} ({listed})"
+
+
+def _call_name(call: dict[str, Any]) -> str:
+    if call["function"] != "attend":
+        dtype, shape = next(value for name, value in call.items() if name != "function")[:2]
+        return f"{call['function']} {dtype} {shape}"
+    k, v = call["passes"][0]["k_cache"], call["passes"][0]["v_cache"]
+    rows = [one["max_seqlen_q"] * call["q"][1][1] // one["k_cache"][1][2] for one in call["passes"]]
+    return f"attend {k[0]}, D {k[1][-1]}, D_v {v[1][-1]}, packed rows {', '.join(map(str, rows))}"
+
+
 def _report(launch: Launch) -> dict[str, Any]:
-    tensors = [value for value in launch.arguments.values() if isinstance(value, torch.Tensor)]
+    floating = [x.dtype for x in launch.arguments.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     constants = {name: launch.arguments[name] for name in launch.types if name in launch.declared}
     report = {
+        "hash": launch.kernel.hash,
         "kernel": launch.name.strip("_"),
-        "half": any(x.dtype in HALF for x in tensors),
+        "dtype": _name(min(floating, key=lambda dtype: dtype.itemsize)),
         "shared": launch.kernel.metadata.shared,
         "constants": constants | {"num_warps": launch.kernel.metadata.num_warps},
     }
-    return report | (resources(launch.kernel.asm["cubin"]) if "cubin" in launch.kernel.asm else {})
+    return report | resources(launch.kernel)
 
 
-def resources(cubin: bytes) -> dict[str, int]:
+def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread, and bytes of its local memory, where the assembler puts what it has no register for."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [bundled("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    if "amdgcn" in kernel.asm:
+        usage = {key: int(value) for key, value in re.findall(r"^\s*\.(\w+): +(\d+)$", kernel.asm["amdgcn"], re.MULTILINE)}
+        return {"registers": usage["vgpr_count"], "local": usage["private_segment_fixed_size"]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(kernel.asm["cubin"])
+        command = [bundled("cuobjdump"), "-res-usage", path]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return {"registers": usage["REG"], "local": usage["STACK"] + usage["LOCAL"]}
