@@ -3,6 +3,8 @@
 # make modes     run every notebook in every mode of Triton and record which claims hold in which
 # make test      every behaviour by its quick tests, committed outputs against fresh ones
 # make test-all  everything CI checks: all tests, and the committed pictures against fresh ones as well
+# make compiled  compile every launch of notebooks and kernel tests for every target, and record what came of it, in an
+#                hour or more; TARGETS=sm_80,sm_90 and SLICE=2/8 do a part
 # make site      web pages of notebooks, claims and package in build/site, without running anything
 # make fuzz      the property suites at length: SEED=, EXAMPLES= (cases in all) and TESTS= repeat a run
 PYTHON ?= python3
@@ -13,15 +15,20 @@ ON_CPU := env TRITON_INTERPRET=1 CASCADE_LAB_TARGET= CUDA_VISIBLE_DEVICES= HIP_V
 
 # Only from make's command line: a TARGET of the environment belongs to somebody else.
 TARGET :=
+TARGETS :=
+SLICE :=
 
 .DEFAULT_GOAL := run
-.PHONY: run modes test test-all fuzz refresh lint bench clean venv
+.PHONY: run modes compiled test test-all fuzz refresh lint bench clean venv
 
 run: venv
 	$(PY) -m cascade_lab run $(if $(TARGET),--target $(TARGET))
 
 modes: venv
 	$(PY) -m cascade_lab modes
+
+compiled: venv
+	$(PY) -m tools.compile_launches $(if $(TARGETS),--targets $(TARGETS)) $(if $(SLICE),--slice $(SLICE))
 
 TEST := $(PY) -m pytest tests -n 2 --dist loadfile --durations 10
 # As a reader's Jupyter runs them: cell by cell, without the runner of this package.

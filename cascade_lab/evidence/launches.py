@@ -15,6 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -182,69 +183,77 @@ def _class_of(name: str, value: Any, arguments: dict[str, Any]) -> str:
         else:
             blocks = arguments["BLOCK_V"] if name == "D_V" else arguments["BLOCK_D"] + arguments["BLOCK_D2"]
         return "whole blocks" if value == blocks else "padded blocks"
-    if name in ("GROUP", "WORDS"):
+    if name == "PAGE" and value > 1:
+        return "shorter than a tile" if value < arguments["BLOCK_N"] else "a tile or longer"
+    if name in ("GROUP", "WORDS") or "BLOCK_V" not in arguments and name in ("BLOCK_D", "BLOCK_R"):
         return "1" if value == 1 else "a power of two" if value & (value - 1) == 0 else "another number"
     return repr(value)
 
 
-def bound(calls: Iterable[dict[str, Any]], target: str) -> Iterator[tuple[dict[str, Any], list[Launch] | str]]:
-    """As `launches_of`, up to Triton's specialisation: nothing is compiled, so whether a launch fits is not known.
+@contextmanager
+def specialised(target: str) -> Iterator[list[Launch]]:
+    """As `fake_device`, up to Triton's specialisation: nothing is compiled, so whether a launch fits is not known.
 
     A launch's kernel then has the key by which Triton tells kernels apart as "hash", and its number of warps; of its
-    arguments only constants have values, and it has no grid.
+    arguments only constants have values, and it has no grid. Kernels that were compiled for the target in this process
+    before are not asked for again, and missing.
     """
-    import triton
+    with fake_device(target) as launches:
+        import triton
 
-    before, found = triton.knobs.runtime.jit_cache_hook, []
+        def keep(*, key, fn, compile, **_) -> bool:
+            types, constants = compile["signature"], compile["constants"]
+            names = list(types)
+            values = {names[path[0]]: value for path, value in constants.items()}
+            marked = [path[0] for path, attributes in compile["configs"][0].items() if DIVISIBLE in attributes]
+            launches.append(
+                Launch(
+                    function=fn.jit_function,
+                    kernel=SimpleNamespace(hash=str(key), metadata=SimpleNamespace(num_warps=compile["num_warps"])),
+                    grid=(),
+                    arguments={name: values.get(name) for name in names},
+                    types=dict(types),
+                    aligned=frozenset(names[i] for i in marked),
+                    target=TARGETS[target],
+                )
+            )
+            # Triton then takes no kernel and makes no launch
+            return True
 
-    def keep(*, key, fn, compile, **_) -> bool:
-        # True: Triton takes no kernel and makes no launch
-        function, types, constants = fn.jit_function, compile["signature"], compile["constants"]
-        names = list(types)
-        values = {names[path[0]]: value for path, value in constants.items()}
-        aligned = [path[0] for path, attributes in compile["configs"][0].items() if DIVISIBLE in attributes]
-        kernel = SimpleNamespace(hash=str(key), metadata=SimpleNamespace(num_warps=compile["num_warps"]))
-        arguments = {name: values.get(name) for name in names}
-        found.append(
-            Launch(function, kernel, (), arguments, dict(types), frozenset(names[i] for i in aligned), TARGETS[target])
-        )
-        return True
+        before = triton.knobs.runtime.jit_cache_hook
+        triton.knobs.runtime.jit_cache_hook = keep
+        try:
+            yield launches
+        finally:
+            triton.knobs.runtime.jit_cache_hook = before
 
-    triton.knobs.runtime.jit_cache_hook = keep
-    try:
-        for call, launches in launches_of(calls, target):
-            yield call, launches if isinstance(launches, str) else found[:]
-            found.clear()
-    finally:
-        triton.knobs.runtime.jit_cache_hook = before
+
+def bound(calls: Iterable[dict[str, Any]], target: str) -> Iterator[tuple[dict[str, Any], list[Launch]]]:
+    """Each call with its launches on the target as `specialised` has them."""
+    for call in calls:
+        with specialised(target) as launches:
+            make(call)
+        yield call, launches
 
 
 def needed(calls: Iterable[dict[str, Any]], target: str) -> list[dict[str, Any]]:
-    """Those calls that need a kernel on the target that none before them does, and those that fail before there is one.
-
-    Calls whose kernels were compiled in this process before are left out, for Triton does not ask again.
-    """
+    """Those calls that need a kernel on the target that none before them does."""
     seen: set[tuple[str, str]] = set()
     found = []
     for call, launches in bound(calls, target):
-        new = set() if isinstance(launches, str) else {(one.name, one.kernel.hash) for one in launches} - seen
-        if new or isinstance(launches, str):
+        if new := {(one.name, one.kernel.hash) for one in launches} - seen:
             found.append(call)
-        seen |= new
+            seen |= new
     return found
 
 
 def sample(calls: list[dict[str, Any]], targets: Sequence[str] = tuple(TARGETS)) -> list[tuple[str, dict[str, Any]]]:
     """Few calls, each with a target, whose launches together have every kind that the calls have on the targets.
 
-    Greedy: the targets take turns, and each takes the call that brings most kinds that are missing, the first of equals.
-    A call that fails on a target brings nothing there.
+    Greedy: the targets take turns, and each takes the call that brings most kinds that are missing, the first of such.
     """
     brings = {
-        target: [
-            set() if isinstance(launches, str) else {kind for one in launches for kind in kinds(one)}
-            for _, launches in bound(calls, target)
-        ]
+        target: [{kind for one in launches for kind in kinds(one)} for _, launches in bound(calls, target)]
         for target in targets
     }
     missing = set().union(*(found for each in brings.values() for found in each))
@@ -256,6 +265,15 @@ def sample(calls: list[dict[str, Any]], targets: Sequence[str] = tuple(TARGETS))
                 chosen.append((target, calls[best]))
                 missing -= new
     return chosen
+
+
+def sample_of_file(path: str) -> list[dict[str, Any]]:
+    """`sample` of a file of calls, as objects with "target" and "call"."""
+    return [{"target": target, "call": call} for target, call in sample(_read_calls(path))]
+
+
+def _read_calls(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def compiled(calls: Iterable[dict[str, Any]], target: str) -> list[dict[str, Any]]:
@@ -279,8 +297,7 @@ def compiled(calls: Iterable[dict[str, Any]], target: str) -> list[dict[str, Any
 
 def compiled_slice(path: str, target: str, first: int, step: int) -> list[dict[str, Any]]:
     """`compiled` for every `step`-th needed call of a file of calls, from `first` on."""
-    calls = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return compiled(needed(calls, target)[first::step], target)
+    return compiled(needed(_read_calls(path), target)[first::step], target)
 
 
 def faults(kernels: Iterable[dict[str, Any]], target: str) -> list[str]:
@@ -332,7 +349,9 @@ def _report(launch: Launch) -> dict[str, Any]:
 def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread, and bytes of its local memory, where the assembler puts what it has no register for."""
     if "amdgcn" in kernel.asm:
-        usage = {key: int(value) for key, value in re.findall(r"^\s*\.(\w+): +(\d+)$", kernel.asm["amdgcn"], re.MULTILINE)}
+        usage = {
+            key: int(value) for key, value in re.findall(r"^\s*\.(\w+): +(\d+)$", kernel.asm["amdgcn"], re.MULTILINE)
+        }
         return {"registers": usage["vgpr_count"], "local": usage["private_segment_fixed_size"]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")

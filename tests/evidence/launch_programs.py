@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cascade_lab.evidence.driver import Launch, fake_device
+from cascade_lab.runtime import TARGETS
 
 # what specialisation tells apart, and its neighbours: a constant, multiples of 16, 32 and 64 bits
 NUMBERS = (0, 1, 2, 15, 16, 17, 2**31 - 1, 2**31, 2**31 + 1, 2**33)
@@ -179,35 +182,150 @@ def narrow_products(launch: Launch) -> set[str]:
     return found
 
 
-def again() -> dict:
-    """Calls made, described as they were made, and made again from that: what each launched, and how often recorded."""
+def some_calls() -> None:
+    """Eight calls of eight kinds."""
     import cascade_lab
-    from cascade_lab.backends.triton import attention, merge
-    from cascade_lab.evidence import launches
     from tests.cases import attention_case, random, run, tree_mask
 
-    def calls() -> None:
-        tree = attention_case([3, 2], [20, 7], dtype=torch.float16, dim=8, tree_mask=tree_mask([[-1, 0, 1], [-1, 0]]))
-        run(tree, "triton", num_splits=3, reads=torch.zeros(2, dtype=torch.int64))
-        for layout in ("heads first", "interleaved", "padded"):
-            run(attention_case([1, 4], [9, 30], layout=layout, dim=24, value_dim=16), "triton", softcap=2.0)
-        window = attention_case([2, 3], [50, 7], heads=(3, 1), dtype=torch.bfloat16, dim=64, window_size=(5, 0))
-        run(window, "triton", softmax_scale=-0.5)
-        latent = attention_case([2, 1], [5, 6], heads=(4, 1), dim=144)
-        run(replace(latent, v_cache=latent.k_cache[..., :128]), "triton", out_dtype=torch.bfloat16)
-        o, lse = random(5, 2, 9, seed=0), random(5, 2, seed=1)
-        cascade_lab.merge_state(o[:, :1, 1:], lse[:, :1], o[:, 1:, 1:], lse[:, 1:], backend="triton")
-        cascade_lab.merge_states(random(5, 3, 2, 8, seed=2).half(), random(5, 3, 2, seed=3), backend="triton")
+    tree = attention_case([3, 2], [20, 7], dtype=torch.float16, dim=8, tree_mask=tree_mask([[-1, 0, 1], [-1, 0]]))
+    run(tree, "triton", num_splits=3, reads=torch.zeros(2, dtype=torch.int64))
+    for layout in ("heads first", "interleaved", "padded"):
+        run(attention_case([1, 4], [9, 30], layout=layout, dim=24, value_dim=16), "triton", softcap=2.0)
+    window = attention_case([2, 3], [50, 7], heads=(3, 1), dtype=torch.bfloat16, dim=64, window_size=(5, 0))
+    run(window, "triton", softmax_scale=-0.5)
+    latent = attention_case([2, 1], [5, 6], heads=(4, 1), dim=144)
+    run(replace(latent, v_cache=latent.k_cache[..., :128]), "triton", out_dtype=torch.bfloat16)
+    o, lse = random(5, 2, 9, seed=0), random(5, 2, seed=1)
+    cascade_lab.merge_state(o[:, :1, 1:], lse[:, :1], o[:, 1:, 1:], lse[:, 1:], backend="triton")
+    cascade_lab.merge_states(random(5, 3, 2, 8, seed=2).half(), random(5, 3, 2, seed=3), backend="triton")
 
-    def seen(made: list[Launch]) -> list:
-        return sorted({(one.name, one.grid, one.kernel.hash, *launches.kinds(one)) for one in made})
+
+def many_calls() -> None:
+    """Every head dim of the tables, in every dtype, under every mask, over few and many rows."""
+    from tests.cases import attention_case, run, tree_mask
+
+    masks = ({}, {"causal": True}, {"window_size": (5, 3)}, {"tree_mask": tree_mask([[-1, 0, 1], [-1, 0]])})
+    for dtype, dim in itertools.product((torch.float32, torch.float16, torch.bfloat16), (8, 64, 128, 192, 256)):
+        for options in masks:
+            run(attention_case([3, 2], [20, 7], dtype=dtype, dim=dim, **options), "triton")
+        for rows in (16, 32, 64):
+            run(attention_case([rows, 2], [20, 7], dtype=dtype, dim=dim, page=16), "triton", softcap=3.0, num_splits=2)
+        tails = torch.tensor([1, 2], dtype=torch.int32)
+        run(attention_case([3, 2], [20, 7], dtype=dtype, dim=dim, tail_seqlens=tails), "triton")
+    for dtype in (torch.float16, torch.bfloat16):
+        latent = attention_case([2, 1], [5, 6], heads=(16, 1), dtype=dtype, dim=576)
+        run(replace(latent, v_cache=latent.k_cache[..., :512]), "triton", causal=True)
+
+
+def _described(calls: Callable[[], None]) -> list[dict]:
+    """The calls described, on a target where none of their kernels was compiled."""
+    from cascade_lab.backends.triton import attention, merge
+    from cascade_lab.evidence import launches
+
+    with tempfile.TemporaryDirectory() as folder, launches.specialised("sm_90"):
+        for module in (attention, merge):
+            launches.watch(module, Path(folder))
+        calls()
+        return launches.gathered(Path(folder))
+
+
+def _seen(made: Sequence[Launch]) -> list:
+    from cascade_lab.evidence import launches
+
+    return sorted({(one.name, one.grid, one.kernel.hash, *launches.kinds(one)) for one in made})
+
+
+def again() -> dict:
+    """Calls made, described as they were made, and made again from that: what each launched, and how often recorded."""
+    from cascade_lab.backends.triton import attention, merge
+    from cascade_lab.evidence import launches
 
     with tempfile.TemporaryDirectory() as folder:
         for module in (attention, merge):
             launches.watch(module, Path(folder))
         with fake_device("sm_86") as made:
-            calls()
-            calls()
+            some_calls()
+            some_calls()
         described = launches.gathered(Path(folder))
     repeated = [launch for _, found in launches.launches_of(described, "sm_86") for launch in found]
-    return {"described": len(described), "made": seen(made), "again": seen(repeated)}
+    return {"described": len(described), "made": _seen(made), "again": _seen(repeated)}
+
+
+def bound_and_compiled() -> dict:
+    """Kinds of the eight calls on a target, by specialisation alone and by compiling them, and the calls needed."""
+    from cascade_lab.evidence import launches
+
+    calls = _described(some_calls)
+
+    def listed(each) -> list:
+        return [sorted(kind for one in made for kind in launches.kinds(one)) for _, made in each]
+
+    needed = launches.needed([*calls, *calls], "sm_86")
+    bound = list(launches.bound(calls, "sm_86"))
+    return {
+        "same kinds": listed(bound) == listed(launches.launches_of(calls, "sm_86")),
+        "kernels": len({one.kernel.hash for _, made in bound for one in made}),
+        "needed": needed == calls,
+        "sample": len(launches.sample([*calls, *calls], ("sm_80",))),
+    }
+
+
+def two(target: str, shared_bytes: int | None = None) -> list[dict]:
+    """An attention in bfloat16 and a merge in float32, compiled, with the shared memory a target has or another."""
+    import cascade_lab
+    from cascade_lab import runtime
+    from cascade_lab.evidence import launches
+    from tests.cases import attention_case, random, run
+
+    def calls() -> None:
+        run(attention_case([3, 2], [50, 7], dtype=torch.bfloat16, dim=64, page=16), "triton", causal=True)
+        cascade_lab.merge_states(random(5, 3, 2, 8, seed=2), random(5, 3, 2, seed=3), backend="triton")
+
+    device = runtime.TARGETS[target]
+    found = launches.compiled(_described(calls), replace(device, shared_bytes=shared_bytes or device.shared_bytes))
+    return [one | {"faults": launches.faults([one], target)} for one in found]
+
+
+def limited() -> list[dict]:
+    """What one attention kernel takes of a thread with all registers, and with 32 of them."""
+    from cascade_lab.evidence import launches
+
+    calls, kernel = attention_calls()
+    found = []
+    for options in ({}, {"maxnreg": 32}):
+        with fake_device("sm_90") as made:
+            kernel[(1, 1, 1)](**calls[0], num_warps=1, **options)
+        found.append(launches.resources(made[0].kernel))
+    return found
+
+
+SAMPLE = Path(__file__).resolve().parents[1] / "data" / "launches.jsonl"
+
+
+def _sampled() -> dict[str, list[dict]]:
+    calls: dict[str, list[dict]] = {}
+    for one in map(json.loads, SAMPLE.read_text(encoding="utf-8").splitlines()):
+        calls.setdefault(one["target"], []).append(one["call"])
+    return calls
+
+
+def sampled(target: str) -> dict:
+    """The sample's calls for a target, compiled: what was found wrong, and how many kernels there are of each dtype."""
+    from cascade_lab.evidence import launches
+
+    found = launches.compiled(_sampled()[target], target)
+    return {"faults": launches.faults(found, target), "dtypes": Counter(one.get("dtype") for one in found)}
+
+
+def uncovered() -> dict:
+    """Kinds that many calls have on any target, and those of them that the sample has on none."""
+    from cascade_lab.evidence import launches
+
+    def kinds_of(calls: list[dict], target: str) -> set[str]:
+        return {kind for _, made in launches.bound(calls, target) for one in made for kind in launches.kinds(one)}
+
+    calls = _described(lambda: (some_calls(), many_calls()))
+    known = set().union(*(kinds_of(calls, target) for target in TARGETS))
+    sampled = _sampled()
+    have = set().union(*(kinds_of(each, target) for target, each in sampled.items()))
+    return {"known": len(known), "missing": sorted(known - have), "targets": sorted(sampled)}

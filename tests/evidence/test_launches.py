@@ -4,6 +4,8 @@ import pytest
 
 from cascade_lab import runtime
 from cascade_lab.evidence.compiled import in_child
+from cascade_lab.evidence.launches import faults
+from cascade_lab.runtime import TARGETS
 
 pytestmark = pytest.mark.skipif(runtime.triton_mode() == "absent", reason="Triton is not installed")
 
@@ -67,3 +69,69 @@ def test_a_described_call_launches_what_the_call_did():
         "_attention_kernel.D: padded blocks",
         "_merge_pair_kernel.oa_ptr: *fp32",
     }
+
+
+def test_specialisation_alone_tells_what_compiling_does():
+    """Same kinds, as many kernels, and of calls that are made twice each is needed once."""
+    assert program("bound_and_compiled()") == {"same kinds": True, "kernels": 9, "needed": True, "sample": 8}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_two_calls_become_two_kernels_that_fit(target):
+    attention, merge = sorted(program(f"two({target!r})"), key=lambda one: one["kernel"])
+    assert (attention["kernel"], attention["dtype"], attention["local"]) == ("attention_kernel", "bfloat16", 0)
+    assert (merge["kernel"], merge["dtype"], merge["local"]) == ("merge_many_kernel", "float32", 0)
+    assert (attention["constants"]["D"], merge["constants"]["D"]) == (64, 8)
+    # at least one tile of keys passes through shared memory, and a merge keeps everything in registers
+    assert attention["shared"] >= 16 * 64 * 2
+    assert merge["shared"] == 0
+    assert 255 >= attention["registers"] > merge["registers"] > 8
+    assert attention["faults"] == merge["faults"] == []
+
+
+def test_what_does_not_fit_is_reported_with_its_call_and_the_rest_compiled():
+    failed, merge = sorted(program("two('sm_90', 1024)"), key=lambda one: "error" not in one)
+    assert "Required" in failed["error"]
+    assert (failed["call"]["function"], merge["kernel"]) == ("attend", "merge_many_kernel")
+    assert [fault[: fault.index(":")] for fault in failed["faults"]] == ["attend bfloat16, D 64, D_v 64, packed rows 6"]
+
+
+def test_a_spill_is_seen_in_what_the_assembler_made():
+    free, limited = program("limited()")
+    assert free["registers"] > 32 >= limited["registers"]
+    assert (free["local"], limited["local"] > 0) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("target", "changed", "fault"),
+    [
+        ("sm_80", {}, ""),
+        ("sm_80", {"local": 8}, "attention_kernel bfloat16 (D=64, TREE): 8 bytes of local memory a thread"),
+        ("sm_120", {"local": 8, "dtype": "float16"}, "attention_kernel float16 (D=64, TREE): 8 bytes of local memory"),
+        ("sm_75", {"local": 8}, ""),
+        ("sm_80", {"local": 8, "dtype": "float32"}, ""),
+        ("sm_75", {"shared": 65537}, "attention_kernel bfloat16 (D=64, TREE): 65537 bytes of 65536 shared memory"),
+    ],
+)
+def test_spills_in_half_precision_and_too_much_shared_memory_are_faults(target, changed, fault):
+    constants = {"D": 64, "TREE": True, "SOFTCAP": False}
+    report = {"kernel": "attention_kernel", "dtype": "bfloat16", "shared": 65536, "local": 0, "constants": constants}
+    found = faults([report | changed], target)
+    assert [text.startswith(fault) for text in found] == [True] * bool(fault)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sample_compiles_and_fits(target):
+    """The calls of tests/data/launches.jsonl; `make compiled` has all of them, for all targets."""
+    found = program(f"sampled({target!r})")
+    assert found["faults"] == []
+    assert set(found["dtypes"]) <= {"float32", "float16", "bfloat16"}
+    assert sum(found["dtypes"].values()) >= 4
+
+
+def test_the_sample_has_every_kind_that_many_calls_have():
+    """Of each parameter; when one is missing, `python -m tools.compile_launches --sample` makes the sample again."""
+    found = program("uncovered()")
+    assert found["missing"] == []
+    assert found["known"] > 150
+    assert found["targets"] == sorted(TARGETS)
