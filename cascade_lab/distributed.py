@@ -82,7 +82,7 @@ def merge_across_ranks(
     """Merge the states of all ranks, over disjoint key sets, into the state over their union.
 
     Args:
-        state: this rank's o `[T, H_q, D]` and lse `[T, H_q]`, as `merge_state` takes them and of one shape on all ranks.
+        state: this rank's o `[T, H_q, D]` and lse `[T, H_q]`, as `merge_state` takes them, of one shape on all ranks.
             A rank without keys gives o = 0 (or anything) and lse = -inf.
         group: the process group; the default group when absent. gloo on CPU, NCCL on GPU.
         mode: "all", every rank gets the whole state. "scatter", rank r gets heads r H_q/W to (r + 1) H_q/W - 1, as
