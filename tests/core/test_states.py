@@ -314,7 +314,7 @@ def test_shifting_every_lse_shifts_only_the_lse(backend, device):
 
 @pytest.mark.parametrize("layout", ["heads first", "every other row", "expanded"])
 def test_strided_lse_is_read_in_place(backend, device, layout, loads):
-    """K11: a transposed [H, T] lse gives the same numbers as a copy, and is not copied."""
+    """K11: a transposed [H_q, T] lse gives the same numbers as a copy, and is not copied."""
     T, H, D = 6, 4, 16
     o, lse = make_states(T, 2, H, D, seed=16, device=device)
     expected = merge_state(*pair(o, lse), backend=backend)
@@ -579,8 +579,8 @@ def test_bad_merge_input_is_refused(backend, device, changes, error, fragments):
     [
         ((5, 2, 3, 8), (5, 3, 2), ["lse", "(5, 2, 3)", "(5, 3, 2)"]),
         ((5, 2, 3, 8), (2, 5, 3), ["lse", "(5, 2, 3)", "(2, 5, 3)"]),
-        ((5, 2, 3, 8), (5, 6), ["lse", "[T, S, H]", "(5, 6)"]),
-        ((5, 3, 8), (5, 3), ["o", "[T, S, H, D]", "(5, 3, 8)"]),
+        ((5, 2, 3, 8), (5, 6), ["lse", "[T, S, H_q]", "(5, 6)"]),
+        ((5, 3, 8), (5, 3), ["o", "[T, S, H_q, D]", "(5, 3, 8)"]),
     ],
 )
 def test_bad_states_layout_is_refused(backend, device, o_shape, lse_shape, fragments):
@@ -624,7 +624,7 @@ def test_head_layout_helpers_are_views():
     assert view.shape == (7, 3)
     assert view.data_ptr() == lse.data_ptr()
     assert states.lse_to_heads_first(view).stride() == lse.stride()
-    with pytest.raises(ValueError, match=r"lse.*\[H, T\]"):
+    with pytest.raises(ValueError, match=r"lse.*\[H_q, T\]"):
         states.lse_from_heads_first(lse[None])
 
 
