@@ -64,7 +64,7 @@ _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
     ),
     ("sm_100", 64): (*_TILES[64][:3], Tile(128, 64, 8, max_registers=255)),
     ("sm_120", 64): (*_TILES[64][:2], Tile(64, 64, 4, max_registers=255), Tile(128, 64, 8)),
-    ("sm_120", 128): (*_TILES[128][:3], Tile(128, 32, 8)),
+    ("sm_120", 128): (*_TILES[128][:3], Tile(128, 32, 8, tail_n=16)),
     ("gfx942", 64): tuple(Tile(m, 64, 4, 2) for m in (16, 32, 64, 128)),
     ("gfx942", 128): tuple(Tile(m, 32, 4, 2) for m in (16, 32, 64, 128)),
     ("gfx942", 256): tuple(Tile(m, 16, 4, 2) for m in (16, 32, 64)),
