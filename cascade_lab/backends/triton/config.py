@@ -171,10 +171,10 @@ def shared_need(
 ) -> int:
     """Bytes of shared memory that a program of this tile takes at most, whatever its masks.
 
-    On NVIDIA queries stay there beside the buffers of keys, values and page ids, on AMD they only pass through, a block
-    of columns at a time. Weights go through it unless each warp has rows of its own. One stage keeps no buffers: keys
-    and values pass through, in half precision one after the other. Products without tensor cores take operands of
-    float32.
+    On NVIDIA queries stay there beside the buffers of keys, values and page ids, and weights go through it unless each
+    warp has rows of its own; on AMD queries only pass through, a block of columns at a time. One stage keeps no
+    buffers: keys and values pass through, in half precision one after the other. Products without tensor cores take
+    operands of float32.
 
     Args:
         tile, dtype, target, head_dim, head_dim_v, latent: as in `tile_for`.
@@ -183,14 +183,16 @@ def shared_need(
     half = dtype != torch.float32
     matrix = half and target != "sm_75"
     size = dtype.itemsize if matrix else 4
-    weights = 0 if matrix and tile.block_m >= 16 * tile.num_warps else tile.block_m * tile.block_n * size
+    nvidia = target.startswith("sm_")
+    own_rows = nvidia and matrix and tile.block_m >= 16 * tile.num_warps
+    weights = 0 if own_rows else tile.block_m * tile.block_n * size
     keys = tile.block_n * (main + rest) * size
     values = tile.block_n * _power_of_2(head_dim if head_dim_v is None else head_dim_v) * size
     # products that read shared memory themselves keep one buffer more
     count = max(1, (tile.num_stages - 1) // 2)
     count += matrix and target in ("sm_90", "sm_100") and tile.block_m >= 64
     pipelined = count * (keys + (0 if latent else values)) + 2 * tile.block_n * 4 + weights
-    if not target.startswith("sm_"):
+    if not nvidia:
         return max(tile.block_m * main * size, pipelined + _SCRATCH_BYTES)
     if target == "sm_75" and half:
         passing = max(keys, values, weights)
