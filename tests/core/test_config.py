@@ -71,7 +71,7 @@ def test_smaller_tiles_stand_in_where_99_kib_do_not_hold_the_rows_own(name):
         limit = runtime.TARGETS[name].shared_bytes
         return tile_for(rows, head_dim, torch.bfloat16, rows_of(name), limit, value_dim, latent)
 
-    assert taken(16, 256, 256) == Tile(16, 32, 4)
+    assert taken(16, 256, 256) == Tile(16, 32, 4, tail_n=16)
     assert taken(32, 256, 256) == Tile(32, 32, 8)
     assert taken(64, 256, 256) == Tile(64, 32, 8, 3)
     assert taken(64, 192, 128) == Tile(64, 32, 8)

@@ -73,7 +73,7 @@ _EXCEPTIONS: dict[tuple[str, int], tuple[Tile, ...]] = {
 _EXCEPTIONS["sm_86", 64] = (*_EXCEPTIONS["sm_80", 64][:3], Tile(128, 64, 8))
 _EXCEPTIONS["sm_86", 128] = _EXCEPTIONS["sm_80", 128]
 # (largest head dim, block_m) -> the tile to take where the row's own does not fit
-_SMALLER = {(256, 16): Tile(16, 32, 4), (256, 64): Tile(64, 32, 8, 3), (1024, 32): Tile(32, 16, 8)}
+_SMALLER = {(256, 16): Tile(16, 32, 4, tail_n=16), (256, 64): Tile(64, 32, 8, 3), (1024, 32): Tile(32, 16, 8)}
 # least number of a device -> whose rows it takes
 _GENERATIONS = ((120, "sm_120"), (100, "sm_100"), (90, "sm_90"), (81, "sm_86"), (80, "sm_80"))
 # reductions across warps and barriers: 256 bytes on most targets, 544 on sm_100
