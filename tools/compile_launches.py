@@ -1,10 +1,10 @@
 """Compile every launch of the notebooks and of the kernel tests for every target; makes figures/measured/launches.json.
 
-`make compiled`, or `python -m tools.compile_launches`, runs the notebooks, at their defaults and at the parameters that
-their tests know, and the kernel tests, all in the interpreter, and records what they ask of the Triton backend.
-Each distinct kernel that those calls need on a target is then compiled for it, without a card, by the package's own
-launch code. It ends with 1 when a kernel does not compile, needs more shared memory than the target has, or spills in
-half precision on sm_80 or later. Nothing is executed, and no time is taken.
+`make compiled`, or `python -m tools.compile_launches`, runs the notebooks, at their defaults and at the other
+parameters that their tests know, and the kernel tests, all in the interpreter, and records what they ask of the Triton
+backend. Each distinct kernel that those calls need on a target is then compiled for it, without a card, by the
+package's own launch code. It ends with 1 when a kernel does not compile, needs more shared memory than the target has,
+or spills in half precision on sm_80 or later. Nothing is executed, and no time is taken.
 
 `--targets sm_80,sm_90` and `--slice 2/8` split the work: calls are kept in build/launches until a source changes, what
 was compiled until a kernel or the calls do, and the record says of which slices of which targets it is.

@@ -72,8 +72,8 @@ def test_a_described_call_launches_what_the_call_did():
 
 
 def test_specialisation_alone_tells_what_compiling_does():
-    """Same kinds, as many kernels, and of calls that are made twice each is needed once."""
-    assert program("bound_and_compiled()") == {"same kinds": True, "kernels": 9, "needed": True, "sample": 8}
+    """Same kinds, as many kernels; of calls made twice each is needed once, and a sample has all kinds."""
+    assert program("bound_and_compiled()") == {"same kinds": True, "kernels": 9, "needed": True, "covered": True}
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
@@ -82,9 +82,8 @@ def test_two_calls_become_two_kernels_that_fit(target):
     assert (attention["kernel"], attention["dtype"], attention["local"]) == ("attention_kernel", "bfloat16", 0)
     assert (merge["kernel"], merge["dtype"], merge["local"]) == ("merge_many_kernel", "float32", 0)
     assert (attention["constants"]["D"], merge["constants"]["D"]) == (64, 8)
-    # at least one tile of keys passes through shared memory, and a merge keeps everything in registers
-    assert attention["shared"] >= 16 * 64 * 2
-    assert merge["shared"] == 0
+    # at least one tile of keys passes through shared memory, and a merge has no tiles
+    assert attention["shared"] >= 16 * 64 * 2 > merge["shared"]
     assert 255 >= attention["registers"] > merge["registers"] > 8
     assert attention["faults"] == merge["faults"] == []
 
