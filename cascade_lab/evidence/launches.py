@@ -280,7 +280,7 @@ def compiled(calls: Iterable[dict[str, Any]], target: str) -> list[dict[str, Any
     """The distinct kernels that calls need on a target, compiled.
 
     Returns:
-        For each its "kernel", "dtype" (the narrowest of its floating tensors), "shared" bytes, "registers" and "local"
+        For each its "kernel", "dtype" (of its inputs), "shared" bytes, "registers" and "local"
         bytes of a thread, where a spilled register goes, and "constants" that make it; for a call that failed "error"
         and the "call".
     """
@@ -334,12 +334,12 @@ def _call_name(call: dict[str, Any]) -> str:
 
 
 def _report(launch: Launch) -> dict[str, Any]:
-    floating = [x.dtype for x in launch.arguments.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    inputs = next(x for x in launch.arguments.values() if isinstance(x, torch.Tensor))
     constants = {name: launch.arguments[name] for name in launch.types if name in launch.declared}
     report = {
         "hash": launch.kernel.hash,
         "kernel": launch.name.strip("_"),
-        "dtype": _name(min(floating, key=lambda dtype: dtype.itemsize)),
+        "dtype": _name(inputs.dtype),
         "shared": launch.kernel.metadata.shared,
         "constants": constants | {"num_warps": launch.kernel.metadata.num_warps},
     }
