@@ -145,7 +145,8 @@ def compile_slice(calls: Path, target: str, slice_: tuple[int, int], kept: Path)
     with ThreadPoolExecutor(2) as pool:
         found = [one for piece_found in pool.map(piece, range(PIECES)) for one in piece_found]
     kept.mkdir(parents=True, exist_ok=True)
-    write_record(part, {"kernels": found})
+    refused = in_child(f"refused({str(calls)!r}, {target!r})", module="cascade_lab.evidence.launches")
+    write_record(part, {"kernels": found, "refused": refused})
 
 
 def summary(kept: Path, targets: Sequence[str], of: int) -> list[dict[str, object]]:
@@ -171,6 +172,7 @@ def summary(kept: Path, targets: Sequence[str], of: int) -> list[dict[str, objec
                 "shared bytes of": largest and launches.kernel_name(largest),
                 "limit": runtime.TARGETS[target].shared_bytes,
                 "spilling": _spills(whole),
+                "refused calls": json.loads(parts[done[0]].read_text(encoding="utf-8"))["refused"],
                 "faults": launches.faults(found.values(), target),
             }
         )

@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -228,20 +229,37 @@ def specialised(target: str) -> Iterator[list[Launch]]:
             triton.knobs.runtime.jit_cache_hook = before
 
 
-def bound(calls: Iterable[dict[str, Any]], target: str) -> Iterator[tuple[dict[str, Any], list[Launch]]]:
-    """Each call with its launches on the target as `specialised` has them."""
+def bound(calls: Iterable[dict[str, Any]], target: str) -> Iterator[tuple[dict[str, Any], list[Launch] | str]]:
+    """Each call with its launches on the target as `specialised` has them, or with the message of an error."""
     for call in calls:
-        with specialised(target) as launches:
-            make(call)
-        yield call, launches
+        try:
+            with specialised(target) as launches:
+                make(call)
+        except Exception as error:
+            yield call, f"{type(error).__name__}: {error}"
+        else:
+            yield call, launches
+
+
+def is_refused(message: str) -> bool:
+    """Whether an error is the package's own, for a dtype that a target has not."""
+    return message.startswith("TypeError: dtype of ")
+
+
+def refused(path: str, target: str) -> dict[str, int]:
+    """How many calls of a file the package refuses on the target, by message."""
+    messages = [made for _, made in bound(_read_calls(path), target) if isinstance(made, str) and is_refused(made)]
+    return dict(Counter(messages))
 
 
 def needed(calls: Iterable[dict[str, Any]], target: str) -> list[dict[str, Any]]:
-    """Those calls that need a kernel on the target that none before them does."""
+    """Those calls that need a kernel on the target that none before them does, and those that fail unrefused."""
     seen: set[tuple[str, str]] = set()
     found = []
     for call, launches in bound(calls, target):
-        if new := {(one.name, one.kernel.hash) for one in launches} - seen:
+        if isinstance(launches, str):
+            found += [] if is_refused(launches) else [call]
+        elif new := {(one.name, one.kernel.hash) for one in launches} - seen:
             found.append(call)
             seen |= new
     return found
@@ -251,9 +269,13 @@ def sample(calls: list[dict[str, Any]], targets: Sequence[str] = tuple(TARGETS))
     """Few calls, each with a target, whose launches together have every kind that the calls have on the targets.
 
     Greedy: the targets take turns, and each takes the call that brings most kinds that are missing, the first of such.
+    A call that fails on a target brings nothing there.
     """
     brings = {
-        target: [{kind for one in launches for kind in kinds(one)} for _, launches in bound(calls, target)]
+        target: [
+            set() if isinstance(launches, str) else {kind for one in launches for kind in kinds(one)}
+            for _, launches in bound(calls, target)
+        ]
         for target in targets
     }
     missing = set().union(*(found for each in brings.values() for found in each))

@@ -331,7 +331,8 @@ def uncovered() -> dict:
     from cascade_lab.evidence import launches
 
     def kinds_of(calls: list[dict], target: str) -> set[str]:
-        return {kind for _, made in launches.bound(calls, target) for one in made for kind in launches.kinds(one)}
+        made = [each for _, each in launches.bound(calls, target) if not isinstance(each, str)]
+        return {kind for each in made for one in each for kind in launches.kinds(one)}
 
     calls = _described(lambda: (some_calls(), many_calls()))
     known = set().union(*(kinds_of(calls, target) for target in TARGETS))

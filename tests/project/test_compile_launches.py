@@ -86,10 +86,12 @@ def test_slices_of_one_target_add_up_and_say_which_they_are(command, capsys):
 def test_a_kernel_that_does_not_fit_ends_with_1_and_is_named(command, monkeypatch, capsys):
     """Kept parts count as compiled: here one whose kernel needs more than a T4 has."""
     kernel = {"hash": "a", "kernel": "attention_kernel", "dtype": "bfloat16", "local": 0, "constants": {"D": 256}}
-    monkeypatch.setattr(tool, "in_child", lambda *_, **__: [kernel | {"shared": 70000}])
+    made = {"compiled_slice": [kernel | {"shared": 70000}], "refused": {"no such dtype": 2}}
+    monkeypatch.setattr(tool, "in_child", lambda expression, **_: made[expression.split("(")[0]])
     status, record = command([merge("bfloat16", 8)], "--targets", "sm_75")
     fault = "attention_kernel bfloat16 (D=256): 70000 bytes of 65536 shared memory"
     assert (status, record["targets"][0]["faults"]) == (1, [fault])
+    assert record["targets"][0]["refused calls"] == {"no such dtype": 2}
     assert fault in capsys.readouterr().out
 
 
