@@ -202,15 +202,16 @@ def specialised(target: str) -> Iterator[list[Launch]]:
     with fake_device(target) as launches:
         import triton
 
-        def keep(*, key, fn, compile, **_) -> bool:
-            types, constants = compile["signature"], compile["constants"]
+        def keep(*, key, fn, **given) -> bool:
+            asked = given["compile"]
+            types, constants = asked["signature"], asked["constants"]
             names = list(types)
             values = {names[path[0]]: value for path, value in constants.items()}
-            marked = [path[0] for path, attributes in compile["configs"][0].items() if DIVISIBLE in attributes]
+            marked = [path[0] for path, attributes in asked["configs"][0].items() if DIVISIBLE in attributes]
             launches.append(
                 Launch(
                     function=fn.jit_function,
-                    kernel=SimpleNamespace(hash=str(key), metadata=SimpleNamespace(num_warps=compile["num_warps"])),
+                    kernel=SimpleNamespace(hash=str(key), metadata=SimpleNamespace(num_warps=asked["num_warps"])),
                     grid=(),
                     arguments={name: values.get(name) for name in names},
                     types=dict(types),

@@ -91,7 +91,7 @@ def test_a_good_run_publishes_page_notebook_and_claims(tmp_path, monkeypatch, ca
         "notebook": "01_good",
         "statement": "small",
         "instrument": "oracle",
-        "expected": "0 ± 1e-06",
+        "expected": "0 ± 1e-6",
         "measured": 1e-9,
         "verdict": "holds",
     }
