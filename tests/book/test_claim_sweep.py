@@ -76,11 +76,6 @@ def test_every_kind_of_value_is_moved_to_others():
         assert all(other != value for other in others)
 
 
-# Claims of notebook 02 whose shown error another machine may round otherwise, and one whose bound lacks a reason.
-OPEN = {"2.9-0", "2.29", "2.33-0", "2.37", "2.46", "2.47", "2.50"}
-OPEN |= {f"2.15-{rows}-{backend}" for rows in ("leaf", "node") for backend in ("triton", "torch")}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_no_claim_of_a_notebook_holds_for_anything(path):
@@ -93,7 +88,7 @@ def test_no_claim_of_a_notebook_holds_for_anything(path):
     swept = json.loads(run.stdout)
     assert {each["id"] for each in swept} == {claim.id for claim in gather(load(path))}
     wrong = {each["id"]: each["faults"] for each in swept if each["faults"]}
-    assert {id: found for id, found in wrong.items() if id not in OPEN} == {}
+    assert wrong == {}
 
 
 # Claims whose answer is no number: a list of names, a refusal.
