@@ -286,7 +286,7 @@ MUTANTS = (
         "levels.py",
         "(bits & within).sum(dtype=np.int64)",
         "within.sum(dtype=np.int64)",
-        "2.16-branch",
+        "2.6",
         "core/test_levels.py::test_tree_levels_count_only_set_bits_of_the_tail",
     ),
     Mutant(

@@ -147,5 +147,5 @@ def fit(target: str, widths: tuple[int, int, bool], rows: int, dtype: str) -> di
         "limit": device.shared_bytes,
         "taken": [arguments[name] for name in ("BLOCK_M", "BLOCK_N", "STAGES")],
         "tile": [tile.block_m, tile.block_n, tile.num_stages],
-        "local": resources(kernel.asm["cubin"])["local"] if "cubin" in kernel.asm else 0,
+        "local": resources(kernel)["local"] if "cubin" in kernel.asm else 0,
     }
