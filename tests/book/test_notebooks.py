@@ -270,11 +270,13 @@ def test_what_would_depend_on_libraries_is_refused(added, problem, tmp_path):
 
 
 def test_no_notebook_waits_for_long_output():
-    """K81: a cell shows at most a few screens, the table of all its claims among them, so that no message is late."""
+    """K81: a cell shows at most a screen or two, the table of claims a line for each, so that no message is late."""
     for path in PATHS:
+        claims = len(gather(load(path)))
         for cell in code_cells(path):
             texts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell.outputs]
-            assert sum(len(text.splitlines()) for text in texts) <= 120
+            most = claims + 2 if cell.source == "claims_table()" else 80
+            assert sum(len(text.splitlines()) for text in texts) <= most
 
 
 def nbval_options():
