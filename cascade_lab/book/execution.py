@@ -284,8 +284,10 @@ def _kernel(scratch: Path, environment: Mapping[str, str]) -> Iterator[tuple[typ
                 return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
             async def start_kernel(self, **options):
-                await super().start_kernel(**options, env=variables, stderr=stderr)
-                self.group = getattr(self.provisioner, "pgid", None)
+                # A signal between the new process and the note of its number would leave it to nobody.
+                with held_back():
+                    await super().start_kernel(**options, env=variables, stderr=stderr)
+                    self.group = getattr(self.provisioner, "pgid", None)
 
         try:
             yield ThisInterpreter, log
