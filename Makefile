@@ -10,6 +10,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# Into .venv, wherever the reader's own settings of pip send what is installed.
+PIP = $(PY) -m pip install --no-user --target '' --root / --prefix "$$PWD/$(VENV)" --quiet --disable-pip-version-check -c constraints.txt
 # Committed outputs come from the CPU interpreter, so they are compared there on every machine.
 ON_CPU := env TRITON_INTERPRET=1 CASCADE_LAB_TARGET= CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
 
@@ -70,7 +72,7 @@ browser-test: venv
 	@command -v chromium chromium-browser google-chrome >/dev/null || { \
 		[ "$$(id -u)" = 0 ] || { echo "browser-test needs Chromium; on Debian: apt-get install chromium" >&2; exit 1; }; \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	$(PIP) -e '.[dev,browser]'
 	$(PY) -m pytest tests/browser/check_site.py tests/browser/check_jupyterlab.py -p no:cacheprovider
 
 clean:
@@ -83,6 +85,8 @@ venv:
 	@set -e; \
 	case "$$PWD" in *"{"*"}"*) echo "setuptools cannot install from a path with braces: $$PWD" >&2; exit 1;; esac; \
 	python_state=$$($(PYTHON) -c 'import os, sys; print(sys.version.split()[0], sys.base_prefix, os.getcwd())'); \
+	case "$$python_state" in 3.1[1-9]*|3.[2-9][0-9]*) ;; *) \
+		echo "Python 3.11 or newer is needed, $(PYTHON) is $${python_state%% *}: make PYTHON=python3.12 takes another" >&2; exit 1;; esac; \
 	package_state=$$(cat pyproject.toml constraints.txt | cksum); \
 	state=$$(printf '%s\n%s' "$$python_state" "$$package_state"); \
 	if [ "$$(cat $(VENV)/state 2>/dev/null)" = "$$state" ] && $(PY) -c '' 2>/dev/null; then exit 0; fi; \
@@ -91,5 +95,5 @@ venv:
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi; \
 	rm -f $(VENV)/state; \
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	$(PIP) -e '.[dev]'; \
 	printf '%s\n' "$$state" > $(VENV)/state

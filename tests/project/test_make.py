@@ -2,8 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,13 +41,15 @@ def make(tmp_path):
         variables = os.environ | {"CALLS": str(calls), "MAKEFLAGS": ""} | environment
         command = ["make", "-C", str(call.place), *targets, f"PYTHON={python}"]
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S)
-        return done.returncode, calls.read_text().splitlines()
+        call.errors = done.stderr
+        return done.returncode, calls.read_text().replace(str(call.place), "PLACE").splitlines()
 
     call.place = place
     return call
 
 
-INSTALL = "-m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]"
+INSTALL = "-m pip install --no-user --target  --root / --prefix PLACE/.venv --quiet --disable-pip-version-check"
+INSTALL += " -c constraints.txt -e .[dev]"
 
 
 def test_the_environment_is_made_once(make):
@@ -115,3 +120,61 @@ def test_a_path_that_setuptools_cannot_use_is_named_before_anything_is_made(make
     done = make("run")
     assert done == (2, [])
     assert not (make.place / ".venv").exists()
+
+
+def test_a_dollar_in_the_path_is_not_expanded(make):
+    """F27 of tests/known_faults.md; the variable has a value, which must not turn up."""
+    make.place = make.place.rename(make.place.with_name("a $name $(name) `name` b"))
+    assert make("run", name="other") == (0, ["venv", INSTALL, "-m cascade_lab run"])
+    assert make("run", name="other") == (0, ["-m cascade_lab run"])
+    state = (make.place / ".venv" / "state").read_text()
+    assert state.splitlines()[0].endswith("/a $name $(name) `name` b")
+
+
+@pytest.mark.parametrize("version", ["3.9.2", "3.10.14", "2.7.18", "(3.9", "4.0"])
+def test_an_older_python_is_named_before_anything_is_made(version, make):
+    """F16 of tests/known_faults.md."""
+    assert make("run", VERSION=version) == (2, [])
+    assert not (make.place / ".venv").exists()
+    python = make.place.parent / "python"
+    line = f"Python 3.11 or newer is needed, {python} is {version}: make PYTHON=python3.12 takes another"
+    assert line in make.errors.splitlines()
+
+
+@pytest.mark.parametrize("version", ["3.11.0", "3.12.7", "3.14.0rc1", "3.20.1"])
+def test_a_newer_python_is_taken(version, make):
+    assert make("venv", VERSION=version) == (0, ["venv", INSTALL])
+
+
+@pytest.mark.parametrize("section", ["install", "global"])
+@pytest.mark.parametrize("by", ["variables", "configuration"])
+def test_a_reader_s_own_pip_settings_do_not_redirect_the_installation(section, by, tmp_path):
+    """F17 of tests/known_faults.md: real pip, which installs a package of nothing without an index."""
+    wheel = tmp_path / "nothing-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("nothing.py", "")
+        archive.writestr("nothing-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: nothing\nVersion: 1\n")
+        archive.writestr("nothing-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("nothing-1.dist-info/RECORD", "")
+    venv.create(tmp_path / "venv", with_pip=True)
+    settings = {
+        "user": "true",
+        "target": str(tmp_path / "t"),
+        "prefix": str(tmp_path / "p"),
+        "root": str(tmp_path / "r"),
+    }
+    makefile = (CHECKOUT / "Makefile").read_text()
+    command = re.search(r"^PIP = \$\(PY\) (-m pip install .*?) --quiet", makefile, re.MULTILINE)[1]
+    for name, value in settings.items():
+        configuration = tmp_path / "pip.conf"
+        configuration.write_text(f"[{section}]\n{name} = {value}\n" if by == "configuration" else "")
+        variables = {f"PIP_{name.upper()}": value} if by == "variables" else {}
+        environment = os.environ | {"PIP_CONFIG_FILE": str(configuration), "PIP_NO_INDEX": "1"} | variables
+        arguments = [*shlex.split(command.replace("$(VENV)", "venv")), "--force-reinstall", str(wheel)]
+        arguments = [each.replace("$$PWD", str(tmp_path)) for each in arguments]
+        python = tmp_path / "venv" / "bin" / "python"
+        subprocess.run([python, *arguments], env=environment, check=True, timeout=HANGS_S, capture_output=True)
+        (found,) = (tmp_path / "venv").rglob("nothing.py")
+        subprocess.run([python, "-m", "pip", "uninstall", "-y", "nothing"], check=True, capture_output=True)
+        assert not found.exists()
+        assert not any((tmp_path / each).exists() for each in "tpr")

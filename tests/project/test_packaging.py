@@ -221,3 +221,27 @@ def test_kernel_tests_are_collected_without_the_notebook_tools():
     found = run(sys.executable, "-c", code, cwd=CHECKOUT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "test_gpu.py" in found.stdout
+
+
+@pytest.mark.parametrize("settings", [["core.autocrlf=true"], ["core.autocrlf=true", "core.eol=crlf"]])
+def test_line_ends_are_the_same_in_every_checkout(settings, tmp_path):
+    """F15 of tests/known_faults.md: cloned as git does on Windows, and a picture that holds both line ends."""
+    source = tmp_path / "source"
+    source.mkdir()
+    kept = {
+        "run": b"#!/bin/sh\nset -eu\n",
+        "a.ipynb": b"{\n}\n",
+        "a.svg": b"<svg>\n</svg>\n",
+        "a.png": b"\x89PNG\r\n\n\r",
+    }
+    for name, content in kept.items():
+        (source / name).write_bytes(content)
+    shutil.copy(CHECKOUT / ".gitattributes", source)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *(part for each in settings for part in ("-c", each))]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *command], cwd=source, check=True, capture_output=True)
+    subprocess.run([*git, "clone", "-q", "source", "copy"], cwd=tmp_path, check=True, capture_output=True)
+    assert {name: (tmp_path / "copy" / name).read_bytes() for name in kept} == kept
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
+    texts = [CHECKOUT / name for name in tracked.split("\0") if name and not name.endswith((".png", ".pdf", ".gz"))]
+    assert [path.name for path in texts if b"\r\n" in path.read_bytes()] == []
