@@ -112,6 +112,14 @@ def test_dense_cache_is_a_cache_of_one_page_per_request(backend, device, loads):
     assert_state_close(run(dense, backend, loads, prefix="dense_"), paged)
 
 
+@pytest.mark.parametrize("rule", ["full", "causal window"])
+@pytest.mark.parametrize("longest", [150, 256])
+def test_dense_caches_of_several_tiles_match_float64(backend, device, loads, longest, rule):
+    """One page a request, of a power of two or not, full and in part; rows of three tiles of keys and more."""
+    case = attention_case([3, 1, 2], [longest, 131, 7], page=longest, device=device, **RULES[rule])
+    check(replace(case, page_table=case.page_table[:, :1]), backend, loads)
+
+
 @pytest.mark.parametrize("layout", ["heads first", "interleaved", "padded"])
 @pytest.mark.parametrize("rule", ["full", "causal"])
 def test_cache_strides_are_honoured(backend, device, loads, layout, rule):
@@ -306,6 +314,19 @@ def test_tree_masks_match_float64(backend, device, loads, sizes, dtype):
 def test_tree_begins_anywhere_in_a_tile(backend, device, loads, prefix):
     trees = [random_tree(40, 1), random_tree(7, 2)]
     case = attention_case([40, 7], [prefix + 40, 7], heads=(1, 1), dim=8, device=device)
+    check(case.with_options(tree_mask=tree_mask(trees, device)), backend, loads)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 100, 127, 128, 191])
+def test_tree_begins_anywhere_in_a_tile_of_128_keys(backend, device, loads, prefix, monkeypatch):
+    """Masked tiles have 64 keys, so up to two of them lie before the tail, one of them whole."""
+    if backend == "triton":
+        from cascade_lab.backends.triton import attention as kernels
+        from cascade_lab.backends.triton.config import Tile
+
+        monkeypatch.setattr(kernels, "tile_for", lambda *_: Tile(32, 128, 4, 2, tail_n=64))
+    trees = [random_tree(70, 1), random_tree(7, 2)]
+    case = attention_case([70, 7], [prefix + 70, 7 + prefix // 2], heads=(1, 1), dim=8, page=16, device=device)
     check(case.with_options(tree_mask=tree_mask(trees, device)), backend, loads)
 
 

@@ -74,15 +74,16 @@ def _tree_visible(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.co
     p_word = mask_ptr + o_mask + i_word.to(tl.int64) * stride_mask_word
     low = tl.load(p_word, mask=m_row & (i_word < WORDS), other=0).to(tl.uint64, bitcast=True)
     high = tl.load(p_word + stride_mask_word, mask=m_row & (i_word + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
-    # two shifts, for a shift by 64 is undefined; a masked tile starts less than BLOCK_N keys before the tail
+    # two shifts each, for a shift by 64 is undefined; ones come in for the keys before the tail
     bits = (low >> shift) | ((high << (63 - shift)) << 1)
-    before = tl.maximum(-first, 0).to(tl.uint64)
-    bits = (bits << before) | ((tl.full([1], 1, tl.uint64) << before) - 1)
+    before = tl.minimum(tl.maximum(-first, 0), 64)
+    half, rest = (before // 2).to(tl.uint64), (before - before // 2).to(tl.uint64)
+    bits = ((bits << half) << rest) | (((tl.full([1], 1, tl.uint64) << half) << rest) - 1)
     column = tl.arange(0, BLOCK_N)[None, :]
-    half = bits.to(tl.uint32)[:, None]
+    word = bits.to(tl.uint32)[:, None]
     if BLOCK_N == 64:
-        half = tl.where(column < 32, half, (bits >> 32).to(tl.uint32)[:, None])
-    return ((half >> (column % 32).to(tl.uint32)) & 1) != 0
+        word = tl.where(column < 32, word, (bits >> 32).to(tl.uint32)[:, None])
+    return ((word >> (column % 32).to(tl.uint32)) & 1) != 0
 
 
 @triton.jit
@@ -121,23 +122,27 @@ def _attend_tile(
     # [BLOCK_N]
     o_n = n_start + tl.arange(0, BLOCK_N)
     m_n = (o_n >= lo) & (o_n < hi)
-    # n_start is a multiple of BLOCK_N: with pages of a power of two a key's slot in its page is the same in every tile
+    # n_start is a multiple of BLOCK_N: a tile lies in one page, or a key's slot in its page is the same in every tile
     if PAGE >= BLOCK_N:
         i_page = n_start // PAGE
-        i_slot = n_start % PAGE + tl.arange(0, BLOCK_N)
+        i_first = n_start % PAGE
+        i_slot = tl.arange(0, BLOCK_N)
     elif PAGE > 0:
         i_page = n_start // PAGE + tl.arange(0, BLOCK_N) // PAGE
+        i_first = 0
         i_slot = tl.arange(0, BLOCK_N) % PAGE
     else:
         i_page = o_n // page_size
+        i_first = 0
         i_slot = o_n % page_size
     p_page = page_ptr + i_page.to(tl.int64) * stride_table_page
     if MASKED and PAGE < BLOCK_N:
         page = tl.load(p_page, mask=m_n, other=0).to(tl.int64)
     else:
         page = tl.load(p_page).to(tl.int64)
-    p_k = k_ptr + (page * stride_k_page + i_slot * stride_k_slot)[:, None]
-    p_v = v_ptr + (page * stride_v_page + i_slot * stride_v_slot)[:, None]
+    # what is the same in every tile apart, so that it is computed before the loop
+    p_k = k_ptr + ((page * stride_k_page + i_first * stride_k_slot) + i_slot * stride_k_slot)[:, None]
+    p_v = v_ptr + ((page * stride_v_page + i_first * stride_v_slot) + i_slot * stride_v_slot)[:, None]
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_D2], [BLOCK_N, BLOCK_V]; V is K's own columns when it is a view of the latent
     b_k = _load_rows(p_k + o_d, m_n, o_d < D, MASKED, BLOCK_D > D)
     if BLOCK_D2 > 0:
@@ -364,7 +369,7 @@ def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
         *one.page_table.stride(), *mask.stride(), *o.stride()[:3], *lse.stride(),
         D=D, D_V=D_v, LATENT=_is_latent(one), UNIT=unit,
         GROUP=H_q // H_kv, WORDS=mask.shape[1],
-        PAGE=page_size if page_size & (page_size - 1) == 0 and page_size <= 1024 else 0,
+        PAGE=_page_constant(one),
         LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
         TREE=one.tree_mask is not None, TAILS=one.tail_seqlens is not None,
         SOFTCAP=softcap > 0, READS=reads is not None, INTERPRETED=runtime.triton_mode() == "interpreted",
@@ -373,6 +378,17 @@ def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
         TAIL_N=tile.tail_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
         **({} if tile.max_registers is None else {"maxnreg": tile.max_registers}),
     )  # fmt: skip
+
+
+def _page_constant(one: Pass) -> int:
+    """What is known of the page size when compiling: itself if a power of two, else 0.
+
+    Where each request has a single page, as in a dense cache, any power of two will do that no key is beyond.
+    """
+    page_size = one.k_cache.shape[1]
+    if one.page_table.shape[1] == 1:
+        return 1 << 30
+    return page_size if page_size & (page_size - 1) == 0 else 0
 
 
 def _is_latent(one: Pass) -> bool:
