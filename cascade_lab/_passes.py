@@ -46,19 +46,23 @@ def run_passes(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> State:
     return State(*ops.dispatch(q, passes, Call(scale, softcap, num_splits, out_dtype, reads, backend)))
 
 
-def check_heads(q, k_cache, v_cache, backend: str) -> str:
-    """q, k_cache and v_cache: rank, dtype, device, unit last stride, head counts and dims. Returns the backend."""
+def check_heads(q, k_cache, v_cache, backend: str, layout: str = "NHD") -> tuple[str, torch.Tensor, torch.Tensor]:
+    """q, k_cache and v_cache: rank, dtype, device, unit last stride, head counts and dims.
+
+    Returns the backend, and both caches as views `[num_pages, page_size, H_kv, D]`, whatever their layout.
+    """
     _checks.tensor("q", q)
     backend = runtime._pick_backend(backend, q)
     dtypes = INPUT_DTYPES[backend]
-    layouts = (
+    k_cache, v_cache = paging.as_nhd("k_cache", k_cache, layout), paging.as_nhd("v_cache", v_cache, layout, "D_v")
+    shapes = (
         ("q", q, "[T, H_q, D]"),
         ("k_cache", k_cache, "[num_pages, page_size, H_kv, D]"),
         ("v_cache", v_cache, "[num_pages, page_size, H_kv, D_v]"),
     )
     like = ("q", q)
-    for name, x, layout in layouts:
-        _checks.tensor(name, x, layout, like=like)
+    for name, x, dims in shapes:
+        _checks.tensor(name, x, dims, like=like)
         if x.dtype not in dtypes:
             allowed = _checks.dtype_names(dtypes)
             raise TypeError(f"{name}: expected {allowed} on backend {backend!r}, given {x.dtype}")
@@ -79,8 +83,13 @@ def check_heads(q, k_cache, v_cache, backend: str) -> str:
     if k_cache.shape[1] < 1:
         raise ValueError(f"k_cache: expected a page_size >= 1, given {tuple(k_cache.shape)}")
     if H_kv < 1 or H_q < 1 or H_q % H_kv:
-        raise ValueError(f"q: expected H_q to be a positive multiple of H_kv = {H_kv}, given H_q = {H_q}")
-    return backend
+        page_size = k_cache.shape[1]
+        other = paging.LAYOUTS[1 - paging.LAYOUTS.index(layout)]
+        raise ValueError(
+            f"q: expected H_q to be a positive multiple of H_kv = {H_kv}, given H_q = {H_q}"
+            + (f"; the caches fit layout={other!r} with H_kv = {page_size}" if H_q and H_q % page_size == 0 else "")
+        )
+    return backend, k_cache, v_cache
 
 
 def check_pass(

@@ -14,6 +14,7 @@ import torch
 
 from cascade_lab._passes import check_heads, check_pass, run_passes
 from cascade_lab.backends import Call
+from cascade_lab.paging import Layout
 from cascade_lab.states import State
 
 __all__ = ["attention"]
@@ -37,6 +38,7 @@ def attention(
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
     reads: torch.Tensor | None = None,
+    layout: Layout = "NHD",
     backend: str = "auto",
 ) -> State:
     """Attention of packed, ragged query rows over a paged KV cache, as a mergeable state.
@@ -44,7 +46,7 @@ def attention(
     Args:
         q: `[T, H_q, D]` float32, float16 or bfloat16 (float64 on the torch backend), unit last stride. T rows packed by
             request; query head h reads KV head h // (H_q / H_kv).
-        k_cache: `[num_pages, page_size, H_kv, D]`, dtype of q, any strides with unit last stride.
+        k_cache: `[num_pages, page_size, H_kv, D]`, or as `layout` says; dtype of q, any strides with unit last stride.
         v_cache: `[num_pages, page_size, H_kv, D_v]`, likewise; D_v may differ from D, and v may be a view of k.
         page_table: `[R, max_pages]` int32. Only the pages of the first cache_seqlens[r] tokens are looked at.
         cache_seqlens: `[R]` int32, tokens read per request, newly written ones included.
@@ -62,6 +64,8 @@ def attention(
         out_dtype: dtype of o; default that of q. lse is float32 (float64 for float64 inputs) in every case.
         reads: `[H_kv]` int64; the pass adds the number of K rows it loads per KV head (V rows are as many), once for
             each row tile that loads them. This is the ledger's `tile_tokens` of the launch's block_m.
+        layout: "NHD", or "HND" for caches `[num_pages, H_kv, page_size, D]`, read where they lie. The wrong one is
+            refused where H_q is no multiple of what would be H_kv; a cache with page_size = H_kv looks like either.
         backend: "auto" (Triton for CUDA tensors, torch for CPU tensors), "triton" or "torch".
 
     Returns:
@@ -81,7 +85,7 @@ def attention(
 
     Names and alignment follow flash-attention; splitting keys follows Flash-Decoding (Dao et al., 2023).
     """
-    backend = check_heads(q, k_cache, v_cache, backend)
+    backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, backend, layout)
     only = check_pass(
         q,
         k_cache,

@@ -168,15 +168,15 @@ class LocalCache:
     page_ids: Tensor
 
     @classmethod
-    def of(cls, k_cache: Tensor, v_cache: Tensor, shard: Shard) -> LocalCache:
-        """This rank's pages, copied out of a whole cache.
+    def of(cls, k_cache: Tensor, v_cache: Tensor, shard: Shard, *, layout: paging.Layout = "NHD") -> LocalCache:
+        """This rank's pages, copied out of a whole cache of either layout of `paging.LAYOUTS`.
 
         Raises:
             ValueError: a cache in other pages than the plan's, or without some of them.
         """
+        k_cache, v_cache = paging.as_nhd("k_cache", k_cache, layout), paging.as_nhd("v_cache", v_cache, layout, "D_v")
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _checks.tensor(name, x)
-            if x.dim() != 4 or (len(shard.page_ids) and x.shape[1] != shard.page_size):
+            if len(shard.page_ids) and x.shape[1] != shard.page_size:
                 raise ValueError(
                     f"{name}: expected [num_pages, page_size, H_kv, D] in the plan's pages of {shard.page_size}, "
                     f"given {tuple(x.shape)}"

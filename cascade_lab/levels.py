@@ -27,6 +27,7 @@ import torch
 from cascade_lab import _checks, paging, runtime
 from cascade_lab._passes import check_heads, check_pass, run_passes
 from cascade_lab.backends import Call
+from cascade_lab.paging import Layout
 from cascade_lab.states import State
 
 __all__ = ["Ledger", "Level", "cascade_attention", "ledger"]
@@ -74,6 +75,7 @@ def cascade_attention(
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
     reads: torch.Tensor | None = None,
+    layout: Layout = "NHD",
     backend: str = "auto",
 ) -> State:
     """Attention of the same rows over several levels of keys, merged.
@@ -86,8 +88,8 @@ def cascade_attention(
             `attention`. A level with a finer page size sees the cache at that granularity, without a copy.
         levels: at least one `Level`.
         window_size: only (-1, -1) or None. A window moves with each row, a shared level does not.
-        softmax_scale, softcap, num_splits, out_dtype, reads, backend: as in `attention`; num_splits holds per level,
-            and reads adds up over the levels.
+        softmax_scale, softcap, num_splits, out_dtype, reads, layout, backend: as in `attention`; num_splits holds per
+            level, and reads adds up over the levels.
 
     Returns:
         State `[T, H_q, D_v]`, `[T, H_q]`. Differentiable on the torch backend.
@@ -98,7 +100,7 @@ def cascade_attention(
     Two levels are the cascade of FlashInfer (Ye et al., 2024) and the shared-prefix attention of Hydragen (Juravsky et
     al., 2024, arXiv:2402.05099).
     """
-    backend = check_heads(q, k_cache, v_cache, backend)
+    backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, backend, layout)
     if window_size not in (None, (-1, -1), [-1, -1], (None, None)):
         raise ValueError(
             f"window_size: expected (-1, -1), for a window moves with each row and levels are shared by rows, "

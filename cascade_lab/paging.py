@@ -3,29 +3,43 @@
 A cache is `[num_pages, page_size, H_kv, D]`. Row r of a page table names the pages of request r in order, and exactly
 its first `cache_seqlens[r]` tokens are read: token n lies in page `page_table[r, n // page_size]` at offset
 `n % page_size`. A page is the unit of addressing, a token the unit of meaning; entries past the length hold anything.
+
+A layout says which dims of a cache are the tokens of a page and the KV heads: "NHD" `[num_pages, page_size, H_kv, D]`
+or "HND" `[num_pages, H_kv, page_size, D]`. Where a function takes one, both are views of the same memory to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import numpy as np
 import torch
 
-from cascade_lab import _checks
+from cascade_lab import _checks, runtime
 
 __all__ = [
+    "LAYOUTS",
     "branch_capacity",
     "build_page_table",
     "check_page_table",
     "dense_page_table",
+    "move",
     "page_table_from_csr",
     "page_table_to_csr",
     "pages_needed",
+    "ragged_kv",
+    "read",
     "shared_prefix_len",
     "split_kv_cache",
     "token_slots",
+    "write",
 ]
+
+LAYOUTS = ("NHD", "HND")
+"""Orders of a cache's dims: tokens of a page before KV heads, or behind them."""
+Layout = Literal["NHD", "HND"]
+Lengths = Sequence[int] | np.ndarray | torch.Tensor
 
 
 def pages_needed(length: int | torch.Tensor | np.ndarray, page_size: int) -> int | torch.Tensor | np.ndarray:
@@ -84,14 +98,76 @@ def dense_page_table(batch: int, *, device: torch.device | str = "cpu") -> torch
     return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
 
 
-def token_slots(page_table: torch.Tensor, row: int, length: int, page_size: int) -> torch.Tensor:
-    """Flat slots `page * page_size + offset` of the first `length` tokens of one row, `[length]` int64.
+def ragged_kv(
+    k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(k_cache, v_cache, page_table, cache_seqlens) of keys that are packed by request, without pages. No copy.
+
+    The caches are the same memory in pages of one token, so `attention(q, *ragged_kv(k, v, cu_seqlens_k),
+    cu_seqlens_q=...)` is flash-attention's call with `cu_seqlens_k`.
+
+    Args:
+        k: `[T_k, H_kv, D]`, any strides.
+        v: `[T_k, H_kv, D_v]`, likewise.
+        cu_seqlens_k: `[R + 1]` int32 offsets of the requests' keys, rising from 0 to T_k.
 
     Raises:
-        TypeError, ValueError: no such row, a page size below 1, or a row that names too few pages for `length`.
+        TypeError, ValueError: other shapes, dtypes or devices, or offsets that do not rise from 0 to T_k.
     """
-    page_size, length = _checks.integer("page_size", page_size, 1), _checks.integer("length", length)
+    _checks.tensor("k", k, "[T_k, H_kv, D]")
+    _checks.tensor("v", v, "[T_k, H_kv, D_v]", like=("k", k))
+    _checks.tensor("cu_seqlens_k", cu_seqlens_k, "[R + 1]", dtypes=(torch.int32,), like=("k", k))
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v: expected [T_k, H_kv] = {tuple(k.shape[:2])} as k, given shape {tuple(v.shape)}")
+    lens = cu_seqlens_k.diff()
+    rising = len(cu_seqlens_k) and cu_seqlens_k[0] == 0 and cu_seqlens_k[-1] == len(k) and not (lens < 0).any()
+    if not rising:
+        raise ValueError(
+            f"cu_seqlens_k: expected offsets rising from 0 to T_k = {len(k)}, given {_checks.shown(cu_seqlens_k)} "
+            f"{cu_seqlens_k.tolist()[:8]}"
+        )
+    column = torch.arange(int(lens.max()) if len(lens) else 0, dtype=torch.int32, device=k.device)
+    table = torch.where(column < lens[:, None], cu_seqlens_k[:-1, None] + column, -1)
+    return k[:, None], v[:, None], table, lens
+
+
+@overload
+def token_slots(
+    page_table: torch.Tensor, lens: Lengths, /, page_size: int, *, starts: Lengths | None = None
+) -> torch.Tensor: ...
+@overload
+def token_slots(page_table: torch.Tensor, row: int, length: int, page_size: int) -> torch.Tensor: ...
+def token_slots(
+    page_table: torch.Tensor,
+    row: int | Lengths,
+    length: int | None = None,
+    page_size: int | None = None,
+    *,
+    starts: Lengths | None = None,
+) -> torch.Tensor:
+    """Flat slots `page * page_size + offset` of tokens, int64 on the table's device.
+
+    `token_slots(page_table, lens, page_size)` has those of all rows, request after request, `[sum of lens]`: the order
+    of packed keys, which `write` takes. With `starts` a row has its tokens from starts[r] to lens[r] alone, as the new
+    ones behind a prefix. `token_slots(page_table, row, length, page_size)` has the first `length` tokens of one row.
+
+    Args:
+        page_table: `[R, max_pages]` int32.
+        row: a row, or `lens`: tokens per row.
+        length: tokens of that row, or the page size where `lens` is given.
+        page_size: tokens per page.
+        starts: first token per row, 0 when absent; only beside `lens`.
+
+    Raises:
+        TypeError, ValueError: no such row, a page size below 1, or a row that names too few pages for its length.
+    """
     _checks.tensor("page_table", page_table, "[R, max_pages]")
+    if length is None or page_size is None:
+        page_size = length if page_size is None else page_size
+        return _batch_slots(page_table, row, _checks.integer("page_size", page_size, 1), starts)
+    if starts is not None:
+        raise ValueError("starts: expected None for a single row, given starts")
+    page_size, length = _checks.integer("page_size", page_size, 1), _checks.integer("length", length)
     row = _checks.integer("row", row, 0, len(page_table) - 1)
     if not 0 <= length <= page_table.shape[1] * page_size:
         raise ValueError(
@@ -100,6 +176,136 @@ def token_slots(page_table: torch.Tensor, row: int, length: int, page_size: int)
         )
     token = torch.arange(length, device=page_table.device)
     return page_table[row].long()[token // page_size] * page_size + token % page_size
+
+
+def _batch_slots(page_table: torch.Tensor, lens: Lengths, page_size: int, starts: Lengths | None) -> torch.Tensor:
+    device, capacity = page_table.device, page_table.shape[1] * page_size
+    ends = torch.tensor(_checks.integer_list("lens", lens), dtype=torch.int64, device=device)
+    if len(ends) != len(page_table):
+        raise ValueError(f"lens: expected one per row of page_table ({len(page_table)}), given {len(ends)}")
+    if (ends > capacity).any():
+        r = int((ends > capacity).nonzero()[0])
+        raise ValueError(
+            f"lens: expected at most {capacity} tokens ({page_table.shape[1]} pages of {page_size}), "
+            f"given {int(ends[r])} for row {r}"
+        )
+    first = torch.zeros_like(ends)
+    if starts is not None:
+        first = torch.tensor(_checks.integer_list("starts", starts), dtype=torch.int64, device=device)
+        if len(first) != len(ends) or (first > ends).any():
+            raise ValueError(f"starts: expected one per row, at most lens, given {first.tolist()[:8]}")
+    counts = ends - first
+    row = torch.repeat_interleave(torch.arange(len(ends), device=device), counts)
+    # the place of a token among the packed ones, less that of its row's first, and on from the row's start
+    token = torch.arange(len(row), device=device) + (first - counts.cumsum(0) + counts)[row]
+    return page_table.long()[row, token // page_size] * page_size + token % page_size
+
+
+def write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, *, layout: Layout = "NHD") -> None:
+    """Write token states into a cache in place, whatever its strides: the slots' places hold `x` afterwards.
+
+    Args:
+        cache: `[num_pages, page_size, H_kv, D]`, or `[num_pages, H_kv, page_size, D]` for layout "HND". K or V of a
+            split or interleaved cache, slices and transposed views are written where they lie.
+        slots: `[n]` int64 or int32, page * page_size + offset, none twice.
+        x: `[n, H_kv, D]`, dtype of cache.
+        layout: "NHD" or "HND", how the dims of `cache` are ordered; x is the same for both.
+
+    Raises:
+        TypeError, ValueError: wrong rank, shape, dtype, device or layout; a slot outside the cache or named twice; a
+            cache that holds several tokens in one place (an expanded tensor), which no write can fill. Values of slots
+            are not looked at under `runtime.unchecked()`.
+        RuntimeError: a leaf that requires a gradient, which PyTorch lets nobody change in place.
+
+    Differentiable in `x`, as PyTorch's own indexed assignment is.
+    """
+    cache = as_nhd("cache", cache, layout)
+    page_size = cache.shape[1]
+    _check_slots("slots", slots, cache)
+    _checks.tensor("x", x, "[n, H_kv, D]", like=("cache", cache))
+    if x.dtype != cache.dtype:
+        raise TypeError(f"x: expected dtype {cache.dtype} as cache, given {x.dtype}")
+    if x.shape != (len(slots), *cache.shape[2:]):
+        swapped = x.shape == (len(slots), cache.shape[1], cache.shape[3])
+        other = LAYOUTS[1 - LAYOUTS.index(layout)]
+        raise ValueError(
+            f"x: expected [n, H_kv, D] = {[len(slots), *cache.shape[2:]]} for {len(slots)} slots of a cache in layout "
+            f"{layout!r}, given shape {tuple(x.shape)}" + (f"; it fits layout={other!r}" if swapped else "")
+        )
+    if cache.requires_grad and cache.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError("cache: expected a tensor that may change in place, given a leaf that requires a gradient")
+    _check_own_places("cache", cache)
+    if runtime.checks_enabled() and len(slots.unique()) < len(slots):
+        value, times = slots.unique(return_counts=True)
+        raise ValueError(f"slots: expected each slot once, given {int(value[times > 1][0])} more than once")
+    slots = slots.long()
+    cache[slots // page_size, slots % page_size] = x
+
+
+def read(cache: torch.Tensor, slots: torch.Tensor, *, layout: Layout = "NHD") -> torch.Tensor:
+    """The token states at these slots, a copy `[n, H_kv, D]`; the inverse of `write`.
+
+    Args:
+        cache, slots, layout: as in `write`; a slot may be named more than once.
+
+    Raises:
+        TypeError, ValueError: as in `write`.
+    """
+    cache = as_nhd("cache", cache, layout)
+    _check_slots("slots", slots, cache)
+    slots = slots.long()
+    return cache[slots // cache.shape[1], slots % cache.shape[1]]
+
+
+def move(cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, *, layout: Layout = "NHD") -> None:
+    """Copy token states from slots `src` to slots `dst` of one cache, in place; all are read before one is written.
+
+    So a slot may be a source and a destination, as when an accepted path closes up behind its prefix.
+
+    Args:
+        cache, layout: as in `write`.
+        src, dst: `[n]` int64 or int32; no destination twice.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `write`, or numbers of sources and destinations that differ.
+    """
+    for name, slots in (("src", src), ("dst", dst)):
+        _checks.tensor(name, slots, "[n]")
+    if len(src) != len(dst):
+        raise ValueError(f"dst: expected one per source ({len(src)}), given {len(dst)}")
+    write(cache, dst, read(cache, src, layout=layout), layout=layout)
+
+
+def as_nhd(name: str, cache: torch.Tensor, layout: str, width: str = "D") -> torch.Tensor:
+    """A cache as its view `[num_pages, page_size, H_kv, width]`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, given {layout!r}")
+    dims = "page_size, H_kv" if layout == "NHD" else "H_kv, page_size"
+    _checks.tensor(name, cache, f"[num_pages, {dims}, {width}]")
+    return cache if layout == "NHD" else cache.transpose(1, 2)
+
+
+def _check_slots(name: str, slots: torch.Tensor, cache: torch.Tensor) -> None:
+    _checks.tensor(name, slots, "[n]", dtypes=(torch.int64, torch.int32), like=("cache", cache))
+    capacity = cache.shape[0] * cache.shape[1]
+    if runtime.checks_enabled() and ((slots < 0) | (slots >= capacity)).any():
+        wrong = slots[(slots < 0) | (slots >= capacity)]
+        raise ValueError(
+            f"{name}: expected slots from 0 to {capacity - 1} ({cache.shape[0]} pages of {cache.shape[1]}), "
+            f"given {int(wrong[0])}"
+        )
+
+
+def _check_own_places(name: str, x: torch.Tensor) -> None:
+    """Refuse a view in which two elements may share a place: sorted by stride, each dim steps over all finer ones."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            raise ValueError(
+                f"{name}: expected a place of its own for every element, given shape {tuple(x.shape)} with strides "
+                f"{x.stride()}"
+            )
+        reach += stride * (size - 1)
 
 
 def branch_capacity(prefix_len: int, branches: int, steps: int, page_size: int) -> int:
@@ -205,16 +411,37 @@ def page_table_to_csr(
     return indptr, page_table[used], last.to(torch.int32)
 
 
-def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k_cache, v_cache) as views of FlashInfer's NHD cache `[num_pages, 2, page_size, H_kv, D]`. No copy.
+def split_kv_cache(
+    kv_cache: torch.Tensor, *, layout: Layout = "NHD", num_kv_heads: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k_cache, v_cache) in this package's order of dims, as views of FlashInfer's cache of both. No copy.
+
+    Args:
+        kv_cache: `[num_pages, 2, page_size, H_kv, D]` for layout "NHD", `[num_pages, 2, H_kv, page_size, D]` for "HND".
+        layout: which of them. The shape alone does not tell.
+        num_kv_heads: H_kv, to refuse a cache whose dims are in the other order.
+
+    Returns:
+        Two views `[num_pages, page_size, H_kv, D]`, for either layout.
 
     Raises:
-        TypeError, ValueError: no tensor, another rank, or a second dim that is not 2.
+        TypeError, ValueError: no tensor, another rank or layout, a second dim that is not 2, or other than num_kv_heads
+            heads.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, given {layout!r}")
+    dims = "[num_pages, 2, page_size, H_kv, D]" if layout == "NHD" else "[num_pages, 2, H_kv, page_size, D]"
     _checks.tensor("kv_cache", kv_cache)
     if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
-        raise ValueError(f"kv_cache: expected [num_pages, 2, page_size, H_kv, D], given shape {tuple(kv_cache.shape)}")
-    return kv_cache[:, 0], kv_cache[:, 1]
+        raise ValueError(f"kv_cache: expected {dims}, given shape {tuple(kv_cache.shape)}")
+    k_cache, v_cache = (as_nhd("kv_cache", kv_cache[:, i], layout) for i in range(2))
+    heads = k_cache.shape[2]
+    if num_kv_heads is not None and heads != _checks.integer("num_kv_heads", num_kv_heads, 1):
+        fits = f"; it fits layout={LAYOUTS[1 - LAYOUTS.index(layout)]!r}" if k_cache.shape[1] == num_kv_heads else ""
+        raise ValueError(
+            f"kv_cache: expected {dims} with H_kv = {num_kv_heads}, given shape {tuple(kv_cache.shape)}{fits}"
+        )
+    return k_cache, v_cache
 
 
 def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int, page_size: int) -> None:

@@ -217,6 +217,20 @@ ROWS = {
         lambda **x: paging.token_slots(TABLE, **x),
         dict(row=1, length=5, page_size=4),
         dict(row=0, length=0, page_size=1),
+        optional=("length", "page_size"),
+    ),
+    "paging.token_slots, all rows": Row(
+        lambda lens, starts, page_size: paging.token_slots(TABLE, lens, page_size, starts=starts),
+        dict(lens=[7, 5], starts=[1, 2], page_size=4),
+        dict(page_size=1),
+        dict(lens=0, starts=0),
+        optional=("starts",),
+    ),
+    "paging.split_kv_cache": Row(
+        lambda num_kv_heads: paging.split_kv_cache(torch.zeros(3, 2, 4, 2, 8), num_kv_heads=num_kv_heads),
+        dict(num_kv_heads=2),
+        dict(num_kv_heads=1),
+        optional=("num_kv_heads",),
     ),
     "paging.branch_capacity": Row(
         paging.branch_capacity,

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from cascade_lab import attention, paging
-from cascade_lab.evidence.reference import assert_state_close
-from tests.cases import attention_case, int32, offsets, random
+from cascade_lab import Level, attention, cascade_attention, paging, runtime
+from cascade_lab.evidence.reference import assert_state_close, attention_oracle
+from tests.cases import attention_case, int32, offsets, poisoned_cache, random
 
 LENGTHS = [5, 0, 16, 17, 1, 32]
 
@@ -255,3 +255,237 @@ def test_split_kv_cache_refuses_other_layouts(shape):
 
 def test_dense_table_reads_one_page_per_request():
     assert paging.dense_page_table(3).tolist() == [[0], [1], [2]]
+
+
+def test_ragged_keys_are_a_cache_of_one_token_pages(backend, device, loads):
+    """Packed keys with cu_seqlens_k, strided and with an empty request, are read where they lie."""
+    lens, rows = [9, 0, 21, 1], [2, 1, 3, 1]
+    k = torch.full((31, 3, 24), math.nan, device=device)[:, 1:, 4:20]
+    v = torch.full((31, 2, 8), math.nan, device=device)
+    k.copy_(random(31, 2, 16, seed=1)), v.copy_(random(31, 2, 8, seed=2))
+    q = random(7, 4, 16, seed=3, device=device)
+    k_cache, v_cache, table, seqlens = paging.ragged_kv(k, v, offsets(lens, device))
+    assert k_cache.data_ptr() == k.data_ptr()
+    assert v_cache.data_ptr() == v.data_ptr()
+    assert seqlens.tolist() == lens
+    assert {table.dtype, seqlens.dtype} == {torch.int32}
+    state = attention(
+        q, k_cache, v_cache, table, seqlens, cu_seqlens_q=offsets(rows, device), causal=True, backend=backend
+    )
+    # the oracle reads each request from a dense cache of its own
+    dense = [torch.zeros(4, 21, 2, width, device=device) for width in (16, 8)]
+    for r, n in enumerate(lens):
+        for cache, x in zip(dense, (k, v), strict=True):
+            cache[r, :n] = x[sum(lens[:r]) : sum(lens[:r]) + n]
+    arguments = (q, *dense, paging.dense_page_table(4, device=device), seqlens)
+    assert_state_close(state, attention_oracle(*arguments, cu_seqlens_q=offsets(rows, device), causal=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(cu_seqlens_k=int32([0, 2, 4])), ValueError, "cu_seqlens_k: expected offsets rising from 0 to T_k = 5"),
+        (dict(cu_seqlens_k=int32([0, 3, 2, 5])), ValueError, "cu_seqlens_k: expected offsets rising"),
+        (dict(cu_seqlens_k=int32([])), ValueError, "cu_seqlens_k: expected offsets rising"),
+        (dict(cu_seqlens_k=torch.tensor([0, 5])), TypeError, "cu_seqlens_k: expected int32, given torch.int64"),
+        (dict(v=torch.zeros(4, 2, 8)), ValueError, r"v: expected \[T_k, H_kv\] = \(5, 2\) as k"),
+        (dict(k=torch.zeros(5, 8)), ValueError, r"k: expected \[T_k, H_kv, D\], given shape \(5, 8\)"),
+    ],
+)
+def test_broken_ragged_keys_are_refused(changes, error, message):
+    good = dict(k=torch.zeros(5, 2, 8), v=torch.zeros(5, 2, 4), cu_seqlens_k=int32([0, 2, 5]))
+    with pytest.raises(error, match=message):
+        paging.ragged_kv(**good | changes)
+
+
+def test_slots_of_all_rows_follow_one_another():
+    table = int32([[7, 2, 9, -1], [3, 0, -1, -1], [5, -1, -1, -1]])
+    lens = [8, 4, 0]
+    slots = paging.token_slots(table, int32(lens), 3)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == sum((paging.token_slots(table, r, n, 3).tolist() for r, n in enumerate(lens)), [])
+    assert slots.tolist() == [21, 22, 23, 6, 7, 8, 27, 28, 9, 10, 11, 0]
+    assert paging.token_slots(table, lens, 3, starts=[5, 0, 0]).tolist() == [8, 27, 28, 9, 10, 11, 0]
+    assert paging.token_slots(table, lens, 3, starts=lens).tolist() == []
+    assert paging.token_slots(int32([]).view(0, 2), [], 3).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: paging.token_slots(t, [9, 1], 4), ValueError, r"lens: expected at most 8 .* given 9 for row 0"),
+        (
+            lambda t: paging.token_slots(t, [1], 4),
+            ValueError,
+            r"lens: expected one per row of page_table \(2\), given 1",
+        ),
+        (lambda t: paging.token_slots(t, [1, -1], 4), ValueError, r"lens\[1\]: expected a number >= 0, given -1"),
+        (lambda t: paging.token_slots(t, [1, 2.0], 4), TypeError, r"lens\[1\]: expected an integer, given 2.0"),
+        (
+            lambda t: paging.token_slots(t, [1, 2], 4, starts=[2, 2]),
+            ValueError,
+            "starts: expected one per row, at most",
+        ),
+        (lambda t: paging.token_slots(t, [1, 2], 0), ValueError, "page_size: expected a number >= 1, given 0"),
+        (lambda t: paging.token_slots(t, 0, 1, 4, starts=[0]), ValueError, "starts: expected None for a single row"),
+    ],
+)
+def test_broken_lengths_of_rows_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(int32([[0, 1], [2, 3]]))
+
+
+CACHES = ["packed", "heads first", "interleaved", "padded", "split", "HND", "split HND"]
+
+
+def cache_of(kind: str, dtype=torch.float32, device="cpu") -> tuple[torch.Tensor, torch.Tensor, str]:
+    """(memory full of NaN, the cache in it, its layout): 6 pages of 4 tokens, 2 heads, 16 numbers."""
+    split = torch.full((6, 2, 4, 2, 16) if kind == "split" else (6, 2, 2, 4, 16), math.nan, dtype=dtype, device=device)
+    if kind == "split":
+        return split, split[:, 1], "NHD"
+    if kind == "split HND":
+        return split, split[:, 1], "HND"
+    if kind == "HND":
+        memory = torch.full((6, 2, 4, 16), math.nan, dtype=dtype, device=device)
+        return memory, memory, "HND"
+    cache = poisoned_cache(6, 4, 2, 16, dtype, device, kind)
+    return (cache if cache._base is None else cache._base), cache, "NHD"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", CACHES)
+def test_tokens_are_written_where_the_cache_lies_and_nowhere_else(kind, dtype):
+    memory, cache, layout = cache_of(kind, dtype)
+    slots = torch.tensor([22, 3, 0, 13])
+    x = random(4, 2, 16, seed=1, dtype=dtype)
+    paging.write(cache, slots, x, layout=layout)
+    assert int((~memory.isnan()).sum()) == x.numel()
+    for slot, token in zip(slots.tolist(), x, strict=True):
+        for head in range(2):
+            place = (slot // 4, head, slot % 4) if layout == "HND" else (slot // 4, slot % 4, head)
+            assert torch.equal(cache[place], token[head])
+    assert torch.equal(paging.read(cache, slots.int(), layout=layout), x)
+    assert torch.equal(paging.read(cache, torch.tensor([3, 3]), layout=layout), x[[1, 1]])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_tokens_are_all_read_before_one_is_moved(kind):
+    """0 -> 1 -> 2 -> 0: a copy one after another would leave three times the same token."""
+    _, cache, layout = cache_of(kind)
+    x = random(3, 2, 16, seed=2)
+    paging.write(cache, torch.tensor([0, 1, 2]), x, layout=layout)
+    paging.move(cache, torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), layout=layout)
+    assert torch.equal(paging.read(cache, torch.tensor([1, 2, 0]), layout=layout), x)
+
+
+@pytest.mark.parametrize("kind", ["split", "split HND", "HND"])
+def test_attention_reads_what_was_written_in_either_layout(backend, device, loads, kind):
+    case = attention_case([2, 1, 3], [9, 4, 6], page=4, device=device)
+    slots = paging.token_slots(case.page_table, case.cache_seqlens, 4)
+    caches = []
+    for cache in (case.k_cache, case.v_cache):
+        shape = (len(cache), 2, 4, 2, 16) if kind == "split" else (len(cache), 2, 2, 4, 16)
+        memory = torch.full(shape, math.nan, device=device)
+        own, layout = memory[:, 1], "NHD" if kind == "split" else "HND"
+        paging.write(own, slots, cache.reshape(-1, 2, 16)[slots], layout=layout)
+        caches.append(own)
+    arguments = (case.q, *caches, case.page_table, case.cache_seqlens)
+    options = dict(cu_seqlens_q=case.cu_seqlens_q, layout=layout, backend=backend)
+    state = attention(*arguments, **options)
+    assert_state_close(state, case.reference())
+    level = Level(case.cu_seqlens_q, case.page_table, case.cache_seqlens, 4)
+    options.pop("cu_seqlens_q")
+    assert torch.equal(cascade_attention(case.q, *caches, [level], **options).o, state.o)
+
+
+def test_a_cache_in_the_other_layout_is_refused_where_heads_tell():
+    """H_q = 4 is no multiple of the 16 tokens of a page; H_kv = page_size is nothing that a shape tells apart."""
+    q, table, lens = torch.zeros(2, 4, 8), int32([[0], [1]]), int32([5, 7])
+    nhd, hnd = torch.zeros(3, 16, 2, 8), torch.zeros(3, 2, 16, 8)
+    level = Level(int32([0, 1, 2]), table, lens, 16)
+    for cache, layout, other in ((hnd, "NHD", "HND"), (nhd, "HND", "NHD")):
+        message = f"multiple of H_kv = 16, given H_q = 4; the caches fit layout='{other}' with H_kv = 2"
+        with pytest.raises(ValueError, match=message):
+            attention(q, cache, cache, table, lens, layout=layout)
+        with pytest.raises(ValueError, match=message):
+            cascade_attention(q, cache, cache, [level], layout=layout)
+        with pytest.raises(ValueError, match=rf"x: expected .* in layout '{layout}', .*; it fits layout='{other}'"):
+            paging.write(cache, torch.tensor([1]), torch.zeros(1, 2, 8), layout=layout)
+        both = torch.stack((cache, cache), 1)
+        with pytest.raises(ValueError, match=f"kv_cache: expected .* H_kv = 2, .*; it fits layout='{other}'"):
+            paging.split_kv_cache(both, layout=layout, num_kv_heads=2)
+        right = paging.split_kv_cache(both, layout=other, num_kv_heads=2)
+        assert {x.shape for x in right} == {(3, 16, 2, 8)}
+        assert {x.untyped_storage().data_ptr() for x in right} == {both.untyped_storage().data_ptr()}
+    for call in (
+        lambda: attention(q, nhd, nhd, table, lens, layout="DHN"),
+        lambda: paging.write(nhd, torch.tensor([1]), torch.zeros(1, 2, 8), layout="DHN"),
+        lambda: paging.split_kv_cache(both, layout="DHN"),
+    ):
+        with pytest.raises(ValueError, match=r"layout: expected one of \('NHD', 'HND'\), given 'DHN'"):
+            call()
+
+
+SLOTS = torch.tensor([1, 5])
+
+
+@pytest.mark.parametrize(
+    ("cache", "slots", "x", "error", "message"),
+    [
+        (torch.zeros(3, 4, 2, 8), torch.tensor([1, 12]), torch.zeros(2, 2, 8), ValueError, "from 0 to 11 .* given 12"),
+        (torch.zeros(3, 4, 2, 8), torch.tensor([-1, 2]), torch.zeros(2, 2, 8), ValueError, "slots: .* given -1"),
+        (torch.zeros(3, 4, 2, 8), torch.tensor([2, 2]), torch.zeros(2, 2, 8), ValueError, "each slot once, given 2"),
+        (torch.zeros(3, 4, 2, 8), SLOTS, torch.zeros(2, 3, 8), ValueError, r"x: expected \[n, H_kv, D\] = \[2, 2, 8\]"),
+        (torch.zeros(3, 4, 2, 8), SLOTS, torch.zeros(3, 2, 8), ValueError, "x: expected .* for 2 slots"),
+        (torch.zeros(3, 4, 2, 8), SLOTS, torch.zeros(2, 2, 8).half(), TypeError, "x: expected dtype torch.float32"),
+        (torch.zeros(3, 4, 2, 8), SLOTS.float(), torch.zeros(2, 2, 8), TypeError, "slots: expected int64 or int32"),
+        (
+            torch.zeros(12, 2, 8),
+            SLOTS,
+            torch.zeros(2, 2, 8),
+            ValueError,
+            r"cache: expected \[num_pages, page_size, H_kv",
+        ),
+        (
+            torch.zeros(4, 2, 8).expand(3, 4, 2, 8),
+            SLOTS,
+            torch.zeros(2, 2, 8),
+            ValueError,
+            "cache: expected a place of",
+        ),
+        (
+            torch.zeros(99).as_strided((3, 4, 2, 8), (8, 16, 8, 1)),
+            SLOTS,
+            torch.zeros(2, 2, 8),
+            ValueError,
+            "a place of",
+        ),
+        (torch.zeros(3, 4, 2, 8, requires_grad=True), SLOTS, torch.zeros(2, 2, 8), RuntimeError, "cache: expected"),
+        ([0.0], SLOTS, torch.zeros(2, 2, 8), TypeError, "cache: expected a tensor, given list"),
+    ],
+)
+def test_what_cannot_be_written_in_place_is_refused_and_nothing_is_changed(cache, slots, x, error, message):
+    with pytest.raises(error, match=message):
+        paging.write(cache, slots, x + 1)
+    assert not torch.as_tensor(cache).any()
+
+
+def test_writes_without_checks_and_of_nothing():
+    cache = torch.zeros(2, 4, 1, 8)
+    paging.write(cache, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1, 8))
+    with runtime.unchecked():
+        paging.write(cache, torch.tensor([7]), torch.ones(1, 1, 8))
+    assert cache.sum() == cache[1, 3].sum() == 8
+
+
+def test_gradients_pass_through_a_write():
+    x = random(2, 2, 8, seed=1).requires_grad_()
+    cache = torch.zeros(3, 4, 2, 8)
+    paging.write(cache, torch.tensor([9, 2]), x)
+    (cache[2, 1] * 3).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([3.0, 0.0])[:, None, None].expand(2, 2, 8))
+
+
+def test_moves_name_as_many_sources_as_destinations():
+    with pytest.raises(ValueError, match=r"dst: expected one per source \(2\), given 1"):
+        paging.move(torch.zeros(3, 4, 2, 8), SLOTS, torch.tensor([1]))

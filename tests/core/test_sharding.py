@@ -217,6 +217,8 @@ def test_a_rank_holds_copies_of_its_pages_of_the_cache(layout):
         cache = LocalCache.of(k_cache, -k_cache[..., :3], shard)
         assert torch.equal(cache.k_cache, k_cache[shard.page_ids])
         assert torch.equal(cache.v_cache, -k_cache[shard.page_ids][..., :3])
+        heads_first = LocalCache.of(k_cache.transpose(1, 2), -k_cache[..., :3].transpose(1, 2), shard, layout="HND")
+        assert torch.equal(heads_first.v_cache, cache.v_cache)
         assert torch.equal(cache.page_ids, shard.page_ids)
         assert len(set(shard.page_ids.tolist())) == len(shard.page_ids)
         assert all(int(level.page_table.max()) < len(shard.page_ids) * 4 // level.page_size for level in shard.levels)
