@@ -1,3 +1,4 @@
+# TORCH=cpu, with any target that sets .venv up, takes PyTorch's CPU build instead of the one with CUDA
 # make run       execute every notebook into build/ and print the table of claims; TARGET=sm_90 or sm_80 executes
 #                compiled code without a GPU, into build/sm_90/
 # make modes     run every notebook in every mode of Triton and record which claims hold in which
@@ -16,6 +17,7 @@ PIP = $(PY) -m pip install --no-user --target '' --root / --prefix "$$PWD/$(VENV
 ON_CPU := env TRITON_INTERPRET=1 CASCADE_LAB_TARGET= CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=
 
 # Only from make's command line: a TARGET of the environment belongs to somebody else.
+TORCH :=
 TARGET :=
 TARGETS :=
 SLICE :=
@@ -95,5 +97,6 @@ venv:
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi; \
 	rm -f $(VENV)/state; \
+	$(if $(filter cpu,$(TORCH)),$(PIP) uv; $(PY) -m uv pip install --torch-backend cpu --quiet -c constraints.txt torch;) \
 	$(PIP) -e '.[dev]'; \
 	printf '%s\n' "$$state" > $(VENV)/state

@@ -61,6 +61,16 @@ def test_the_environment_is_made_once(make):
     assert make() == (0, ["-m cascade_lab run"])
 
 
+def test_a_cpu_build_of_torch_is_installed_first_on_demand(make):
+    """F20 of tests/known_faults.md; uv knows where the CPU builds are, and pip then finds torch installed."""
+    uv = "-m uv pip install --torch-backend cpu --quiet -c constraints.txt torch"
+    assert make("venv", "TORCH=cpu") == (0, ["venv", INSTALL.replace("-e .[dev]", "uv"), uv, INSTALL])
+    assert make("run", "TORCH=cpu") == (0, ["-m cascade_lab run"])
+    assert make("run", TORCH="cpu") == (0, ["-m cascade_lab run"])
+    (make.place / ".venv" / "state").unlink()
+    assert make("venv", TORCH="cpu") == (0, ["venv", INSTALL])
+
+
 def test_a_target_is_named_on_the_command_line_of_make_alone(make):
     make("venv")
     assert make("run", "TARGET=sm_90") == (0, ["-m cascade_lab run --target sm_90"])
