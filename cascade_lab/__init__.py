@@ -7,7 +7,7 @@ package's modules are attributes, loaded when first asked for; `attention` is th
 import importlib
 from typing import TYPE_CHECKING
 
-from cascade_lab import regions, runtime  # first: it sets Triton's interpreter switch
+from cascade_lab import regions, runtime
 from cascade_lab.applicability import check_applicability
 from cascade_lab.attention import attention
 from cascade_lab.drafts import DraftTree, VerifyBatch

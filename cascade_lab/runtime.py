@@ -1,8 +1,9 @@
 """Where kernels run, decided in one place.
 
-Triton reads TRITON_INTERPRET when `@triton.jit` decorates a function, its own standard library included, so the
-switch has to be set before Triton is imported. Importing this module sets it: interpreted when the machine shows no
-GPU, compiled otherwise, and never against a value the user has set. It imports neither Triton nor a GPU context.
+Kernels of this package are interpreted where the machine shows no GPU and compiled otherwise, and never against a value
+of TRITON_INTERPRET that the user has set. That is decided when they are first used, in this process and for them alone:
+the environment stays as it is, and with it other kernels and child processes. Importing this module brings in neither
+Triton nor a GPU context.
 
 A third mode needs no GPU either: with CASCADE_LAB_TARGET=sm_90 (or sm_80) kernels are compiled for that target and what
 was compiled is executed on the CPU, by an executor that registers itself here; `cascade_lab.evidence` brings one.
@@ -43,10 +44,6 @@ def environment_executes() -> bool:
     return bool(os.environ.get(TARGET))
 
 
-if SWITCH not in os.environ and (environment_executes() or torch.cuda.device_count() == 0):
-    os.environ[SWITCH] = "0" if environment_executes() else "1"
-
-
 @dataclass(frozen=True)
 class Target:
     """What kernels are compiled for.
@@ -84,6 +81,8 @@ _pretended: contextvars.ContextVar[tuple[Target, bool] | None] = contextvars.Con
     "cascade_lab_pretended", default=None
 )
 _start_executor: Callable[[], None] | None = None
+# whether the kernels of this package are interpreted, once they are defined
+_settled: bool | None = None
 
 
 def device() -> torch.device:
@@ -111,7 +110,20 @@ def triton_mode() -> str:
 
 
 def _interpreting() -> bool:
-    return os.environ.get(SWITCH, "0").lower() in ("1", "true", "on", "yes", "y")
+    if SWITCH in os.environ:
+        return os.environ[SWITCH].lower() in ("1", "true", "on", "yes", "y")
+    if environment_executes():
+        return False
+    return torch.cuda.device_count() == 0 if _settled is None else _settled
+
+
+def settle_mode() -> bool:
+    """Whether kernels that are defined now are interpreted. The first answer holds in this process: `require_triton`
+    refuses a TRITON_INTERPRET that says otherwise later."""
+    global _settled
+    if _settled is None:
+        _settled = _interpreting()
+    return _settled
 
 
 def _current() -> tuple[Target, bool] | None:
@@ -153,7 +165,7 @@ def require_triton() -> None:
     """Import Triton in the mode of this process.
 
     Raises:
-        RuntimeError: Triton is missing, or was imported earlier under the other value of TRITON_INTERPRET.
+        RuntimeError: Triton is missing, or TRITON_INTERPRET has changed since kernels, or Triton itself, were defined.
     """
     try:
         import triton
@@ -162,14 +174,18 @@ def require_triton() -> None:
         raise RuntimeError(
             "backend='triton' needs the triton package, which could not be imported; backend='torch' works without it"
         ) from error
-    loaded_compiled = isinstance(triton.language.standard.cdiv, JITFunction)
-    if environment_executes() and _interpreting():
+    interpreting = _interpreting()
+    if environment_executes() and interpreting:
         raise RuntimeError(f"{TARGET} executes compiled code, but {SWITCH}={os.environ[SWITCH]} asks to interpret it")
-    if loaded_compiled == _interpreting():
-        loaded = "compiled" if loaded_compiled else "interpreted"
+    if _settled is not None and _settled != interpreting:
         raise RuntimeError(
-            f"triton was imported in {loaded} mode before {SWITCH} took its present value "
-            f"{os.environ.get(SWITCH)!r}: import cascade_lab before triton, or set {SWITCH} before Python starts"
+            f"kernels of this process are {'interpreted' if _settled else 'compiled'} since their first use, before "
+            f"{SWITCH} took its present value {os.environ.get(SWITCH)!r}: set {SWITCH} before Python starts"
+        )
+    if not interpreting and not isinstance(triton.language.standard.cdiv, JITFunction):
+        raise RuntimeError(
+            f"triton was imported in interpreted mode before {SWITCH} took its present value "
+            f"{os.environ.get(SWITCH)!r}: set {SWITCH} before Python starts"
         )
     if environment_executes() and _pretended.get() is None:
         _execute_from_now_on()

@@ -7,13 +7,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-import triton
 import triton.language as tl
 
 import cascade_lab as cl
 from cascade_lab.applicability import Case, check_applicability
 from cascade_lab.backends.triton import attention as kernels
 from cascade_lab.backends.triton.config import Tile
+from cascade_lab.backends.triton.mode import jit
 from cascade_lab.calibration import FEATURES
 from cascade_lab.evidence.reference import assert_state_close, visible_keys
 from cascade_lab.prefix import (
@@ -413,7 +413,7 @@ def test_suffixes_that_do_not_fill_their_row_tiles(new, expected):
         assert float(executed / interactions(n, n - new)) == pytest.approx(ratio, rel=0.02)
 
 
-@triton.jit
+@jit
 def masked_everywhere(q_ptr, k_ptr, seen_ptr, N, hit, D: tl.constexpr, BLOCK: tl.constexpr):
     """Counts the visible keys of each suffix row, computing every key tile and masking the scores afterwards."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -33,16 +33,25 @@ for backend in ("triton", "torch", "auto"):
 RIGHT = "[2.0] 0.6931 0.6931"
 
 
-def child(code: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run Python code in a process that has no GPU and no TRITON_INTERPRET unless it is given."""
+def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python in a process that has no GPU and no TRITON_INTERPRET unless it is given."""
     inherited = {name: value for name, value in os.environ.items() if name != runtime.SWITCH}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = inherited | NO_GPU | {"PYTHONPATH": os.pathsep.join(paths)} | environment
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANGS_S)
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=HANGS_S)
 
 
 def output_of(code: str, **environment: str) -> str:
-    done = child(code, **environment)
+    done = child("-c", code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def output_of_file(folder: Path, code: str, **environment: str) -> str:
+    """As `output_of`, of a file, for kernels are made from source."""
+    script = folder / "program.py"
+    script.write_text(code)
+    done = child(str(script), **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -101,20 +110,102 @@ def test_compiled_kernels_on_cpu_tensors_are_refused_with_a_way_out():
 def test_triton_imported_first_is_right_or_refused(setting):
     """K42: the right answer, or a RuntimeError that names TRITON_INTERPRET; never a wrong number or a crash inside."""
     answers = attempt("import triton\n", **({} if setting is None else {"TRITON_INTERPRET": setting}))
-    if setting == "1":
-        assert answers["triton"] == RIGHT
-    elif answers["triton"] != RIGHT:
+    if setting == "0":
         assert answers["triton"].startswith("RuntimeError: ")
         assert "TRITON_INTERPRET" in answers["triton"]
+    else:
+        assert answers["triton"] == RIGHT
     assert (answers["torch"], answers["auto"]) == (RIGHT, RIGHT)
 
 
 @needs_triton
-def test_switch_set_after_the_import_is_noticed():
+@pytest.mark.parametrize("given", ["0", None])
+def test_switch_set_after_the_import_is_noticed(given):
     """K42: a notebook that sets the variable in cell 2, after an import of Triton in cell 1."""
-    answers = attempt("import triton, os\nos.environ['TRITON_INTERPRET'] = '1'\n", TRITON_INTERPRET="0")
-    assert answers["triton"] == RIGHT or "TRITON_INTERPRET" in answers["triton"]
+    code = "import triton, os\nos.environ['TRITON_INTERPRET'] = '1'\n"
+    answers = attempt(code, **({} if given is None else {"TRITON_INTERPRET": given}))
+    assert (answers["triton"], answers["torch"], answers["auto"]) == (RIGHT, RIGHT, RIGHT)
+
+
+@needs_triton
+@pytest.mark.parametrize(("first", "later"), [(None, "0"), ("1", "0")])
+def test_a_switch_that_changes_after_the_first_kernel_is_refused(first, later):
+    """K42: kernels have one mode in a process, and another value of the variable is an error that says so."""
+    code = f"""
+import torch, os
+from cascade_lab import merge_state
+o, lse = torch.ones(3, 2, 8), torch.zeros(3, 2)
+merge_state(o, lse, o, lse, backend="triton")
+os.environ["TRITON_INTERPRET"] = "{later}"
+{ATTEMPT}
+"""
+    lines = output_of(code, **({} if first is None else {"TRITON_INTERPRET": first})).splitlines()
+    answers = dict(line.split(" ", 1) for line in lines)
+    assert answers["triton"].startswith("RuntimeError: kernels of this process are interpreted since their first use")
+    assert "TRITON_INTERPRET" in answers["triton"]
     assert (answers["torch"], answers["auto"]) == (RIGHT, RIGHT)
+
+
+OURS = """
+import torch
+from cascade_lab import Level, attention, merge_state, runtime
+o, lse = torch.ones(3, 2, 8), torch.zeros(3, 2)
+state = merge_state(o, lse, 3 * o, lse, backend="triton")
+q, cache = torch.full((2, 1, 8), 0.5), torch.arange(5.0).view(5, 1, 1, 1).expand(5, 1, 1, 8).contiguous()
+int32 = lambda *x: torch.tensor(x, dtype=torch.int32)
+wide = attention(q, 0 * cache, cache, int32(0, 1, 2, 3, 4)[None], int32(5), cu_seqlens_q=int32(0, 2), causal=True,
+                 backend="triton")
+assert wide.o[:, 0, 0].tolist() == [1.5, 2.0], wide
+assert state.o.unique().tolist() == [2.0] and runtime.triton_mode() == "interpreted"
+"""
+DEFINED = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def add_one(x_ptr, n, BLOCK: tl.constexpr):
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + lanes, mask=lanes < n, other=0.0)
+    tl.store(x_ptr + lanes, x + tl.sum(tl.exp(x), 0) + tl.max(x, 0), mask=lanes < n)
+"""
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+source = ASTSource(fn=add_one, signature={"x_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}, constexprs={"BLOCK": 64})
+print("user's kernel", type(add_one).__name__, ".visible .entry add_one" in triton.compile(
+    source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+CHILD = """
+import os, subprocess, sys
+print("here", os.environ.get("TRITON_INTERPRET"), triton.knobs.runtime.interpret)
+code = "import os, torch; torch.cuda.device_count = lambda: 1; from cascade_lab import runtime; "
+code += "print('child', os.environ.get('TRITON_INTERPRET'), runtime.triton_mode())"
+subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "order",
+    [(OURS, DEFINED), (DEFINED, OURS), ("import cascade_lab\n", DEFINED, OURS)],
+    ids=["after", "before", "between"],
+)
+def test_kernels_of_others_compile_and_children_choose_for_themselves(order, tmp_path):
+    """In any order of imports and calls ours are interpreted, a user's `triton.jit` compiles, and so does a child that
+    has a GPU: nothing is left in the environment, in Triton's switches or in its language."""
+    program = "".join(order) + COMPILED + OURS + COMPILED + CHILD
+    lines = output_of_file(tmp_path, program, TRITON_CACHE_DIR=str(tmp_path / "cache")).splitlines()
+    compiled = "user's kernel JITFunction True"
+    assert lines == [compiled, compiled, "here None False", "child None compiled"]
+
+
+@needs_triton
+def test_a_switch_of_the_user_holds_for_both(tmp_path):
+    """TRITON_INTERPRET=1 interprets a user's kernels beside ours, before our launches and after them."""
+    theirs = "\nx = torch.zeros(5)\nadd_one[(1,)](x, 5, BLOCK=8)\nprint(x.tolist())\n"
+    program = DEFINED + "import torch\n" + theirs + OURS + theirs
+    assert output_of_file(tmp_path, program, TRITON_INTERPRET="1").splitlines() == [str([8.0] * 5)] * 2
 
 
 HIDDEN = {

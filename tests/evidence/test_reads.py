@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from cascade_lab.backends.triton.mode import jit
 from cascade_lab.evidence.reads import Launch, OutOfBounds, Program, record_loads
 
 
-@triton.jit
+@jit
 def sum_rows(x, out, n, stride, BLOCK: tl.constexpr):
     """Each program adds up one row in blocks of BLOCK, the last block masked."""
     row = tl.program_id(0)
@@ -29,36 +30,36 @@ def sum_rows(x, out, n, stride, BLOCK: tl.constexpr):
     tl.store(out + row, tl.sum(total, 0))
 
 
-@triton.jit
+@jit
 def read_twice(x, out, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     tl.store(out + cols, tl.load(x + cols) + tl.load(x + cols // 2))
 
 
-@triton.jit
+@jit
 def copy_shifted(x, out, shift, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     tl.store(out + cols, tl.load(x + cols + shift))
 
 
-@triton.jit
+@jit
 def copy_to_shifted(x, out, shift, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     tl.store(out + cols + shift, tl.load(x + cols))
 
 
-@triton.jit
+@jit
 def count_into(counter, n, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     tl.atomic_add(counter + lanes, 1, mask=lanes < n)
 
 
-@triton.jit
+@jit
 def swap_once(flag, out):
     tl.store(out, tl.atomic_cas(flag, 0, 7))
 
 
-@triton.jit
+@jit
 def product(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left = tl.load(a + m[:, None] * K + k[None, :])
@@ -66,26 +67,26 @@ def product(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     tl.store(out + m[:, None] * N + n[None, :], tl.dot(left, right))
 
 
-@triton.jit
+@jit
 def copy_described(x, out, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     source = tl.make_tensor_descriptor(x, [rows, cols], [cols, 1], [BLOCK_M, BLOCK_N])
     target = tl.make_tensor_descriptor(out, [rows, cols], [cols, 1], [BLOCK_M, BLOCK_N])
     target.store([0, 0], source.load([0, 0]))
 
 
-@triton.jit
+@jit
 def low_words(x, out, BLOCK: tl.constexpr):
     """Reads the low half of each int64 through an int32 pointer."""
     lanes = tl.arange(0, BLOCK)
     tl.store(out + lanes, tl.load(x.to(tl.pointer_type(tl.int32)) + 2 * lanes))
 
 
-@triton.jit
+@jit
 def load_inside(pointer):
     return tl.load(pointer)
 
 
-@triton.jit
+@jit
 def copy_one_nested(x, out, shift):
     tl.store(out, load_inside(x + shift))
 

@@ -22,12 +22,13 @@ from cascade_lab import runtime
 from cascade_lab.backends import Call, Pass
 from cascade_lab.backends.triton.config import Tile, head_blocks, rows_of, splits_for, tile_for
 from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
+from cascade_lab.backends.triton.mode import jit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@jit
 def _tanh(x):
     """tanh from exp alone; near 0, where 1 - e cancels, its Taylor polynomial (error below 1e-8 for |x| < 1/4)."""
     e = tl.exp(-2.0 * tl.abs(x))
@@ -37,13 +38,13 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@jit
 def _dot_operand(x, INTERPRETED: tl.constexpr):
     """The interpreter multiplies bfloat16 as 16-bit integers, so it gets float32 operands."""
     return x.to(tl.float32) if INTERPRETED else x
 
 
-@triton.jit
+@jit
 def _visible_span(i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr):
     """Keys [lo, hi) that some row of i_lo..i_hi sees, and [all_lo, all_hi) that every one of them sees."""
     lo = 0
@@ -61,7 +62,7 @@ def _visible_span(i_lo, i_hi, Q, K, tail, left, right, LEFT: tl.constexpr, RIGHT
     return lo, hi, all_lo, all_hi
 
 
-@triton.jit
+@jit
 def _tree_visible(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_M, BLOCK_N] visibility of the keys from tail position `first` on; keys before the tail are visible.
 
@@ -86,7 +87,7 @@ def _tree_visible(mask_ptr, o_mask, stride_mask_word, m_row, first, WORDS: tl.co
     return ((word >> (column % 32).to(tl.uint32)) & 1) != 0
 
 
-@triton.jit
+@jit
 def _load_rows(p_rows, m_rows, m_columns, MASKED: tl.constexpr, PADDED: tl.constexpr):
     """Rows of a cache; a mask only where a row or a column may be beyond the end, so that full tiles have none."""
     if MASKED:
@@ -97,7 +98,7 @@ def _load_rows(p_rows, m_rows, m_columns, MASKED: tl.constexpr, PADDED: tl.const
         return tl.load(p_rows)
 
 
-@triton.jit
+@jit
 def _load_queries(q_ptr, o_row, o_d, m_row, sign, D: tl.constexpr, INTERPRETED: tl.constexpr):
     """Columns o_d of the packed query rows. The scale's sign goes in here, exactly, so that the largest raw score is
     the largest scaled one."""
@@ -105,7 +106,7 @@ def _load_queries(q_ptr, o_row, o_d, m_row, sign, D: tl.constexpr, INTERPRETED: 
     return _dot_operand((b_q.to(tl.float32) * sign).to(b_q.dtype), INTERPRETED)
 
 
-@triton.jit
+@jit
 def _attend_tile(
     b_q, b_q2, b_acc, b_max, b_sum,
     k_ptr, v_ptr, page_ptr, mask_ptr, o_mask, stride_mask_word, m_row, i_pos,
@@ -185,7 +186,7 @@ def _attend_tile(
     return b_acc, new_max, b_sum
 
 
-@triton.jit
+@jit
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, page_table_ptr, lengths_ptr, rows_ptr, mask_ptr, tails_ptr, o_ptr, lse_ptr, reads_ptr,
     sign, scale, softcap, left, right, page_size, tiles_per_request, num_splits,

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from cascade_lab import runtime
+from cascade_lab.backends.triton.mode import jit
 
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 
 
-@triton.jit
+@jit
 def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """Cast float32 `x` to `dtype`, to nearest even; spelled out for bfloat16, which the interpreter truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
@@ -26,7 +27,7 @@ def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@jit
 def _absorb(b_acc, b_max, b_sum, b_o, b_lse):
     """Fold one state into the running (acc, max, sum); the final o is acc / sum, the final lse is max + log(sum)."""
     new_max = tl.maximum(b_max, b_lse, propagate_nan=tl.PropagateNan.ALL)
@@ -36,7 +37,7 @@ def _absorb(b_acc, b_max, b_sum, b_o, b_lse):
     return b_acc * keep[:, None] + b_o * weight[:, None], new_max, b_sum * keep + weight
 
 
-@triton.jit
+@jit
 def _load_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d):
     """Load lse [BLOCK_R] with +inf read as empty, and o [BLOCK_R, BLOCK_D] of the rows that are not empty."""
     b_lse = tl.load(lse_ptr + o_lse, mask=m_row, other=NEG_INF)
@@ -45,7 +46,7 @@ def _load_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d):
     return b_o.to(tl.float32), b_lse
 
 
-@triton.jit
+@jit
 def _store_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d, b_acc, b_max, b_sum, INTERPRETED: tl.constexpr):
     """Normalise and store; a row without keys is written as o = 0, lse = -inf."""
     empty = b_max == NEG_INF
@@ -55,7 +56,7 @@ def _store_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d, b_acc, b_max, b_sum, IN
     tl.store(lse_ptr + o_lse, b_lse, mask=m_row)
 
 
-@triton.jit
+@jit
 def _merge_pair_kernel(
     oa_ptr, lsea_ptr, ob_ptr, lseb_ptr, o_ptr, lse_ptr,
     num_rows, H,
@@ -88,7 +89,7 @@ def _merge_pair_kernel(
     _store_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d, b_acc, b_max, w_a + w_b, INTERPRETED)
 
 
-@triton.jit
+@jit
 def _merge_many_kernel(
     os_ptr, lses_ptr, o_ptr, lse_ptr,
     num_rows, S, H,
