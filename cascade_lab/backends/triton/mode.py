@@ -40,7 +40,7 @@ class InterpretedKernel(InterpretedFunction):
         return self.rewrite()(*args, **kwargs)
 
 
-# Triton imports more when it first looks at an argument, and that takes names of the language over: do so before borrowing
+# Triton imports more when it first looks at an argument, and that takes names of the language over: so before borrowing
 mangle_type(0)
 
 _launching = threading.RLock()
