@@ -1,21 +1,24 @@
 """What a reader may change in a notebook: the literals of its one cell tagged `parameters`.
 
 The cell is read as syntax, never executed: `name: type = literal  # comment`. Its annotations, or else its
-literals, say which values are accepted; everything derived from a parameter belongs into a later cell.
+literals, say which values are accepted; everything derived from a parameter belongs in a later cell.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cascade_lab.files import UsageError, one_line
 
 TAG = "parameters"
 _SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
+_OPEN = {"list": list, "dict": dict}
 
 
 class NotebookError(Exception):
@@ -35,40 +38,31 @@ class NotebookError(Exception):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One assignment of the parameters cell; `type` is int, float, bool, str, list[...] or ... | None."""
+    """One assignment of the parameters cell.
+
+    `type` is int, float, bool, str, list[...] or dict[..., ...] of types, some of these with | between them, or
+    | None; `list` and `dict` alone hold anything that a literal can.
+    """
 
     name: str
     type: str
     default: object
 
     def accept(self, value: object) -> object:
-        """`value` in the parameter's type; text for a parameter that is not text is read as a Python literal.
+        """`value` in the parameter's type; text for a parameter that is not text is read as a Python or JSON literal.
 
         Raises:
             UsageError: the value is of another type, or not finite.
         """
-        given = value
-        optional = self.type.endswith(" | None")
-        plain = self.type.removesuffix(" | None")
-        if isinstance(value, str) and (plain != "str" or (optional and value == "None")):
-            text = value.strip()
-            try:
-                value = _literal({"true": "True", "false": "False"}.get(text, text))
-            except ValueError:
-                raise self._refusal(given) from None
-        if value is None and optional:
-            return None
-        if plain.startswith("list"):
-            item = plain[5:-1]
-            if not isinstance(value, list) or not all(_is(item, each) for each in value):
-                raise self._refusal(given)
-            return [_SCALARS[item](each) for each in value]
-        if not _is(plain, value):
-            raise self._refusal(given)
-        return _SCALARS[plain](value)
-
-    def _refusal(self, given: object) -> UsageError:
-        return UsageError(f"parameter {self.name!r}: expected {self.type}, given {one_line(repr(given), 80)}")
+        kind = parse(self.type, "eval").body
+        readings = [value]
+        if isinstance(value, str) and self.type != "str":
+            # text may be meant as it stands where the type has text too, and then it is so at last
+            readings = [*_literals(value.strip()), *(readings if _has_text(kind) else [])]
+        for reading in readings:
+            with contextlib.suppress(ValueError):
+                return _converted(kind, reading)
+        raise UsageError(f"parameter {self.name!r}: expected {self.type}, given {one_line(repr(value), 80)}")
 
 
 def read_parameters(notebook: Mapping) -> dict[str, Parameter]:
@@ -147,11 +141,9 @@ def _parameter(statement: ast.stmt) -> Parameter:
     except (ValueError, TypeError, RecursionError, MemoryError):
         raise ValueError("the value is not a literal") from None
     parameter = Parameter(name, _type_of(default) if annotation is None else _type_named(annotation), default)
-    if isinstance(default, str) and not parameter.type.startswith("str"):
-        raise ValueError(f"the value is not of type {parameter.type}")
     try:
-        parameter.accept(default)
-    except UsageError:
+        _converted(parse(parameter.type, "eval").body, default)
+    except ValueError:
         raise ValueError(f"the value is not of type {parameter.type}") from None
     return parameter
 
@@ -162,35 +154,108 @@ def _type_named(annotation: ast.expr) -> str:
             annotation = parse(annotation.value, "eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise ValueError(f"unknown type {annotation.value!r}") from None
-    match annotation:
-        case ast.Name(id=name) if name in _SCALARS:
-            return name
-        case ast.Subscript(value=ast.Name(id="list"), slice=ast.Name(id=name)) if name in _SCALARS:
-            return f"list[{name}]"
-        case ast.BinOp(left=left, op=ast.BitOr(), right=ast.Constant(value=None)):
-            return f"{_type_named(left).removesuffix(' | None')} | None"
-    raise ValueError(
-        f"unknown type {ast.unparse(annotation)!r}; known are {', '.join(_SCALARS)}, list[...] of these and ... | None"
-    )
+    try:
+        _check_type(annotation)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"unknown type {one_line(ast.unparse(annotation), 60)!r}; known are {', '.join(_SCALARS)}, "
+            "list[...] and dict[..., ...] of these, and | between them or before None"
+        ) from None
+    return ast.unparse(annotation)
+
+
+def _check_type(kind: ast.expr) -> None:
+    """Raises ValueError for what `_converted` does not know."""
+    match kind:
+        case ast.Name(id=name) if name in _SCALARS or name in _OPEN:
+            return
+        case ast.Constant(value=None):
+            return
+        case ast.Subscript(value=ast.Name(id="list"), slice=item):
+            _check_type(item)
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[key, item])):
+            _check_type(key)
+            _check_type(item)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            _check_type(left)
+            _check_type(right)
+        case _:
+            raise ValueError(ast.unparse(kind))
+
+
+def _converted(kind: ast.expr, value: object) -> object:
+    """`value` as one of the type `kind`, integers as floats where floats are expected.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    match kind:
+        case ast.Constant(value=None) if value is None:
+            return None
+        case ast.Name(id=name) if name in _SCALARS and _is(name, value):
+            return _SCALARS[name](value)
+        case ast.Name(id=name) if name in _OPEN and type(value) is _OPEN[name]:
+            _check_finite(value)
+            return value
+        case ast.Subscript(value=ast.Name(id="list"), slice=item) if isinstance(value, list):
+            return [_converted(item, each) for each in value]
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[key, item])) if isinstance(value, dict):
+            return {_converted(key, k): _converted(item, each) for k, each in value.items()}
+        case ast.BinOp(left=left, right=right):
+            try:
+                return _converted(left, value)
+            except ValueError:
+                return _converted(right, value)
+    raise ValueError(value)
+
+
+def _check_finite(value: object) -> None:
+    """Raises ValueError for a literal that holds what no notebook and no JSON can."""
+    if isinstance(value, list):
+        for each in value:
+            _check_finite(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            _check_finite(key)
+            _check_finite(each)
+    elif value is not None and not any(_is(name, value) for name in _SCALARS):
+        raise ValueError(value)
+
+
+def _has_text(kind: ast.expr) -> bool:
+    match kind:
+        case ast.BinOp(left=left, right=right):
+            return _has_text(left) or _has_text(right)
+    return isinstance(kind, ast.Name) and kind.id == "str"
 
 
 def _type_of(value: object) -> str:
-    if isinstance(value, list):
-        kinds = {_type_of(item) for item in value}
-        if kinds == {"int", "float"}:
-            return "list[float]"
-        if len(kinds) == 1 and (kind := kinds.pop()) in _SCALARS:
-            return f"list[{kind}]"
-    elif type(value).__name__ in _SCALARS:
+    """The type that a literal shows: its own, or of the items that it holds."""
+    if isinstance(value, list) and value:
+        return f"list[{_union(value)}]"
+    if isinstance(value, dict) and value:
+        return f"dict[{_union(value)}, {_union(value.values())}]"
+    if type(value).__name__ in _SCALARS:
         return type(value).__name__
     raise ValueError("the value needs a type annotation, or is of a kind that cannot be a parameter")
 
 
-def _literal(text: str) -> object:
-    try:
-        return ast.literal_eval(parse(text, "eval"))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise ValueError(text) from None
+def _union(values: Iterable[object]) -> str:
+    """The types of the values in the order in which they come; an empty item could hold anything."""
+    empty = {list: "list", dict: "dict", type(None): "None"}
+    kinds = [empty[type(v)] if type(v) in empty and not v else _type_of(v) for v in values]
+    if "float" in kinds:
+        kinds = [kind for kind in kinds if kind != "int"]
+    return " | ".join(dict.fromkeys(kinds))
+
+
+def _literals(text: str) -> list[object]:
+    """What a text says as a Python literal or as JSON; {"a": true} is no Python, and (1, 2) no JSON."""
+    found = []
+    for read in (lambda: ast.literal_eval(parse(text, "eval")), lambda: json.loads(text)):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            found.append(read())
+    return found
 
 
 def _is(type_name: str, value: object) -> bool:

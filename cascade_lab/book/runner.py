@@ -108,6 +108,9 @@ def run(
     A notebook that fails leaves its output in `output`/failed and its last good result as it was; in
     claims.json it then has its failing claims and no others, so that nothing of a failed run reads as a
     result. The other notebooks run all the same. A run that is stopped leaves what it published before.
+    A claim that the notebook shows and that this machine or mode of Triton cannot make is listed as not measured
+    here; with other parameters claims may be others, and none is missed. A notebook without claims is published,
+    and a line says so.
 
     Args:
         names: as for `select`; none means all.
@@ -115,8 +118,7 @@ def run(
             name.
         folder: the notebooks folder; only read.
         output: where results go; created if needed.
-        environment: variables that bring about another mode of Triton than that of this process. A claim that the
-            committed notebook makes and a run in that mode does not is then listed as not measured there.
+        environment: variables that bring about another mode of Triton than that of this process.
         cell_timeout: seconds for each cell.
         start_timeout: seconds for the kernel to start.
         quiet: print no table.
@@ -155,11 +157,13 @@ def run(
                     progress_bar=_on_terminal(),
                 )
                 claims = [claim.record(path.stem) for claim in gather(executed)]
-                if environment and not parameters:
+                if not parameters:
                     claims = _with_unmeasured(claims, gather(found[0]), path.stem)
                 executed = canonical.canonical(executed, keep_measurements=True)
                 place = output
                 _publish(_results(executed, figures, path, output), claims, path, output, complete)
+                if not claims:
+                    _tell(f"{path.name}: executed, makes no claim")
             except (NotebookError, OSError) as error:
                 status = 1
                 partial = getattr(error, "executed", None)
