@@ -459,7 +459,7 @@ def _predict_plan(shape: _Shape, plan: str, device: DeviceModel, heads: _Heads, 
         (loaded - unique) * heads.token_bytes,
         count,
         flops,
-        sum(terms.values()),
+        math.fsum(terms.values()),
         terms,
     )
 

@@ -309,6 +309,12 @@ def _kill(manager: object) -> None:
             process.wait(5)
 
 
+def _can_be_written(folder: Path) -> bool:
+    """Whether files could be put into a folder, which may not be there yet."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
+
+
 def _variables(scratch: Path, temporary: Path) -> dict[str, str]:
     """The kernel's environment: this package, and nothing that writes outside the run's own folders."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONSTARTUP"}
@@ -319,9 +325,18 @@ def _variables(scratch: Path, temporary: Path) -> dict[str, str]:
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         "TMPDIR": str(temporary),
     }
-    if not os.access(os.path.expanduser("~"), os.W_OK):
-        # Caches are looked for there, and matplotlib warns in the cell when it finds no place.
-        variables = {"MPLCONFIGDIR": str(temporary), "TRITON_CACHE_DIR": str(temporary)} | variables
+    # Caches are looked for there, and matplotlib warns in the cell when it finds no place.
+    home = Path.home()
+    own = {
+        "MPLCONFIGDIR": (
+            Path(variables.get("XDG_CONFIG_HOME") or home / ".config", "matplotlib"),
+            Path(variables.get("XDG_CACHE_HOME") or home / ".cache", "matplotlib"),
+        ),
+        "TRITON_CACHE_DIR": (Path(variables.get("TRITON_HOME") or home, ".triton"),),
+    }
+    for name, places in own.items():
+        if not all(map(_can_be_written, places)):
+            variables.setdefault(name, str(temporary))
     # A notebook uses the package that runs it, from a checkout as well; an installed one is found anyhow, and
     # the folder of all installed packages must not come before the standard library.
     package_parent = Path(__file__).resolve().parents[2]

@@ -196,7 +196,7 @@ def program_reads(
     with style():
         counts = [len(programs) for programs in data.values()]
         fig, axes = panels(len(data), 1, height_ratios=[n + 1.2 for n in counts], sharex=True)
-        fig.set_size_inches(SIZE[0], 0.85 + sum(0.13 * n + 0.42 for n in counts))
+        fig.set_size_inches(SIZE[0], 0.85 + 0.13 * sum(counts) + 0.42 * len(counts))
         for ax, (plan, programs) in zip(axes, data.items(), strict=True):
             for start, length in runs(drafts):
                 ax.axvspan(start - 0.5, start + length - 0.5, color="#E6E6E6", linewidth=0)

@@ -41,7 +41,7 @@ def chords(cases: Mapping[str, Sequence[tuple[int, int]]]) -> tuple[Figure, dict
         for ax, (title, pair) in zip(axes, cases.items(), strict=True):
             whole = sum(n * (n + 1) for n, _ in pair)
             left = 1 - sum(hit * (hit + 1) for _, hit in pair) / whole
-            request = sum(hit / n for n, hit in pair) / len(pair)
+            request = math.fsum(hit / n for n, hit in pair) / len(pair)
             token = sum(hit for _, hit in pair) / sum(n for n, _ in pair)
             data[title] = {
                 "exact": (sum((n + 1) * hit for n, hit in pair) / whole, left),

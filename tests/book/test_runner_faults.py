@@ -218,6 +218,24 @@ def test_much_output_below_the_limit_is_kept_whole(place):
     assert [each.text for each in outputs] == ["".join(f"{i}\n" for i in range(30_000))]
 
 
+@pytest.mark.parametrize("lacking", ["home", ".config", ".cache", ".triton"])
+def test_a_home_that_cannot_be_written_leaves_no_warning_in_the_notebook(lacking, place):
+    """F18 of tests/known_faults.md: whole or in part, for a file stands where a folder would be made."""
+    home = place.root / "home"
+    if lacking == "home":
+        home.rmdir()
+        home.touch()
+    else:
+        (home / lacking).touch()
+    look = "import matplotlib, os\nfound = matplotlib.get_configdir(), matplotlib.get_cachedir()\n"
+    look += "found += (os.environ.get('TRITON_CACHE_DIR', os.path.expanduser('~/.triton')),)\n"
+    look += "for each in found:\n    os.makedirs(each, exist_ok=True)\nprint(len(found))"
+    write(place.folder, "01_plot", look, CLAIM)
+    assert place.run()[::2] == (0, "")
+    outputs = execution.load(place.output / "01_plot.ipynb").cells[2].outputs
+    assert [(each.name, each.text) for each in outputs] == [("stdout", "3\n")]
+
+
 # signals
 
 
