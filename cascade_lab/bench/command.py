@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from cascade_lab import runtime
 from cascade_lab.bench import cpu
-from cascade_lab.bench.record import write_record
+from cascade_lab.bench.record import place, read_gpu_record, write_record
 from cascade_lab.files import UsageError
 
 CPU_OUTPUT = Path("figures/measured/cpu.json")
@@ -34,24 +35,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile every kernel for four targets and count its instructions; needs no GPU, and no clock",
     )
     kind.add_argument(
+        "--judge",
+        type=Path,
+        metavar="FILE",
+        help="print a recorded GPU run and its bounds, of a run that was stopped too; measure nothing",
+    )
+    kind.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the figures of a recorded GPU run, measure nothing"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="about two minutes: fewer points, rounds and checks; bounds stay"
+        "--quick", action="store_true", help="three minutes: fewer points, rounds and checks; bounds stay"
     )
     parser.add_argument(
         "--max-autotune", action="store_true", help="let FlexAttention be tuned, minutes for each shape (GPU)"
     )
     parser.add_argument(
-        "--budget", type=float, metavar="S", help="seconds for the GPU's sections; what does not fit is skipped"
+        "--budget",
+        type=_budget,
+        metavar="S",
+        help="seconds for a whole GPU run, checks and compilation included (default: 540, with --quick 180); what does "
+        "not fit is skipped and named in the record",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="PATH",
-        help=f"JSON file to write (default: {CPU_OUTPUT.as_posix()}, on a GPU gpu_<name>.json beside it); "
-        "with --plot the folder of the figures (default: figures/)",
+        help=f"folder for the record, or its file where PATH ends in .json (default: {CPU_OUTPUT.as_posix()}, on a GPU "
+        "gpu_<name>.json beside it); it is written from the start and kept up to date, so where the checkout cannot be "
+        "written, or only one folder outlives the machine, give that folder; with --plot the folder of the figures "
+        "(default: figures/)",
     )
+
+
+def _budget(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, given {text!r}")
+    return seconds
 
 
 def carry_out(args: argparse.Namespace) -> int:
@@ -64,11 +87,15 @@ def carry_out(args: argparse.Namespace) -> int:
         for path in gpu_pictures.draw_record(args.plot, args.output or Path("figures")):
             print(path.as_posix())
         return 0
+    if args.judge is not None:
+        from cascade_lab.bench.gpu import run
+
+        return run.print_again(read_gpu_record(args.judge, "--judge"))
     if args.compiled:
-        return _run_compiled(args.output or COMPILED_OUTPUT)
+        return _run_compiled(place(args.output, COMPILED_OUTPUT))
     if not args.cpu:
         return _run_gpu(args)
-    return cpu.measure_cpu(args.output or CPU_OUTPUT, quick=args.quick)
+    return cpu.measure_cpu(place(args.output, CPU_OUTPUT), quick=args.quick)
 
 
 def _run_gpu(args: argparse.Namespace) -> int:

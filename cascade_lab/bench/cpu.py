@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cascade_lab import runtime
-from cascade_lab.bench.record import PACKAGE_ROOT, progress, write_record
+from cascade_lab.bench.record import PACKAGE_ROOT, begin_record, progress, write_record
 from cascade_lab.evidence.claims import FAILS, HOLDS, NOT_MEASURED
 from cascade_lab.evidence.timing import take_turns
 
@@ -155,6 +155,7 @@ def report(
 ) -> int:
     """Print each row as it comes, write all rows so far to `output` after each section, and return the exit status."""
     rows: list[Row] = []
+    begin_record(output, record | {"rows": []})
     print(f"{'what':<84}{'measured':>12}  {'quartiles':<16}{'bound':>8}  verdict")
     for name, measure in sections:
         progress(f"measuring {name} ...")

@@ -13,10 +13,9 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from cascade_lab import runtime
 from cascade_lab.attention import attention
 from cascade_lab.drafts import PLANS, DraftTree, VerifyBatch
 from cascade_lab.evidence.reference import assert_state_close, attention_oracle, merge_oracle
+from cascade_lab.evidence.workers import end_group, finished, workers
 from cascade_lab.levels import Level, cascade_attention, ledger
 from cascade_lab.prefix import prefix_hit_levels
 from cascade_lab.states import State, merge_state, merge_states
@@ -40,7 +40,8 @@ HEADS = (
     (64, 64, 8, 2), (80, 80, 4, 4), (96, 96, 8, 2), (128, 128, 8, 1), (192, 128, 4, 2), (192, 192, 8, 2),
     (256, 256, 8, 2), (576, 512, 16, 1),
 )  # fmt: skip
-MAX_WORKERS = 8
+# a float32 tile of more does not fit the registers, and compiles for tens of seconds
+FLOAT32_DIM = 64
 _NO_TESTS_COLLECTED = 5
 
 
@@ -60,14 +61,17 @@ class Check:
 
 
 def checks(*, dtypes: Sequence[str] = DTYPES, small: bool = False) -> tuple[Check, ...]:
-    """All checks on these dtypes, or one small check of each kind, which the interpreter gets through in seconds."""
+    """All checks on these dtypes, float32 at small head dims alone; or one small check of each kind.
+
+    The small ones take the interpreter seconds.
+    """
     if small:
-        kinds = zip(_CHECKS, ("float16", "bfloat16", "float32", "float16", "bfloat16"), strict=True)
+        kinds = zip(_CHECKS, ("float16", "float32", "bfloat16", "float32", "float16", "bfloat16"), strict=True)
         return tuple(Check(name, dtype, (24, 16, 2, 1), small=True) for name, dtype in kinds)
-    plans = [Check("plans", dtype, heads) for heads in HEADS for dtype in dtypes]
     usual = (64, 64, 8, 2), (128, 128, 8, 2)
-    others = [name for name in _CHECKS if name != "plans"]
-    return (*plans, *(Check(name, dtype, heads) for name in others for heads in usual for dtype in dtypes))
+    todo = [Check("plans", dtype, heads) for heads in HEADS for dtype in dtypes]
+    todo += [Check(name, dtype, heads) for name in _CHECKS if name != "plans" for heads in usual for dtype in dtypes]
+    return tuple(check for check in todo if check.dtype != "float32" or max(check.heads[:2]) <= FLOAT32_DIM)
 
 
 def run_check(check: Check) -> None:
@@ -80,39 +84,38 @@ def run_check(check: Check) -> None:
         _CHECKS[check.name](check)
 
 
-def workers() -> int:
-    """Processes that compile side by side on one device."""
-    return min(MAX_WORKERS, os.cpu_count() or 1)
-
-
-def run_all(todo: Sequence[Check], *, processes: int | None = None) -> Iterator[tuple[Check, str | None]]:
+def run_all(
+    todo: Sequence[Check], *, processes: int | None = None, deadline: float = math.inf
+) -> Iterator[tuple[Check, str | None]]:
     """Run checks and yield each with None or what is wrong, the finished ones first.
 
     Args:
         todo: the checks.
         processes: that compile and run side by side; by default up to 8 where kernels are compiled, and none but this
             one where they are interpreted, or executed for a target without a GPU.
+        deadline: on `time.monotonic`. What has not ended by then is not yielded; in this process alone, a check that
+            has begun is finished.
     """
     if processes is None:
         processes = workers() if runtime.triton_mode() == "compiled" else 1
     if processes <= 1:
         for check in todo:
+            if time.monotonic() >= deadline:
+                return
             yield check, _problem(check)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(_problem, check): check for check in todo}
-        try:
-            for done in as_completed(running):
-                error = done.exception()
-                yield running[done], done.result() if error is None else f"{type(error).__name__}: {error}"
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    for place, done in finished(_problem, [(check,) for check in todo], processes=processes, deadline=deadline):
+        error = done.exception()
+        yield todo[place], done.result() if error is None else f"{type(error).__name__}: {error}"
 
 
-def run_marked_tests(folder: Path) -> str | None:
+def run_marked_tests(folder: Path, seconds: float | None = None) -> str | None:
     """Run the tests in `folder` that are marked for a GPU, these checks excepted; None, or what pytest says.
 
     Without pytest, or away from a checkout, there is nothing to run.
+
+    Raises:
+        TimeoutError: they did not end within `seconds`, and were ended.
     """
     marked = sorted(path for path in folder.rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
     if not marked or importlib.util.find_spec("pytest") is None:
@@ -121,11 +124,18 @@ def run_marked_tests(folder: Path) -> str | None:
     options = ["-q", "-x", "-m", "gpu", "-c", os.devnull, "--rootdir", str(folder.parent), "-p", "no:cacheprovider"]
     deselected = ["--deselect", "tests/core/test_gpu.py::test_compiled_kernels_equal_the_oracle"]
     command = [sys.executable, "-m", "pytest", *options, *deselected, *map(str, marked)]
-    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True)
-    if done.returncode in (0, _NO_TESTS_COLLECTED):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder.parent, start_new_session=True, **pipes) as process:
+        try:
+            said, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"not ended within {seconds:.0f} s") from None
+        finally:
+            end_group(process)
+    if process.returncode in (0, _NO_TESTS_COLLECTED):
         return None
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return (failed or (done.stdout + done.stderr).strip().splitlines() or ["pytest failed"])[-1]
+    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (failed or (said + errors).strip().splitlines() or ["pytest failed"])[-1]
 
 
 def launch_tile(
@@ -203,6 +213,32 @@ def _check_plans(check: Check) -> None:
             _hold(state, q, k, v, naive)
             counted = reads.tolist()
             assert counted == [expected] * len(counted), f"{rows}, {plan}: counted {counted}, ledger {expected}"
+
+
+def _check_long_keys(check: Check) -> None:
+    """The loop over tens of tiles: 2,000 keys and more, under trees, causal and windowed, with and without splits."""
+    trees = (DraftTree.branches(4, 3), DraftTree.chain(1), DraftTree((-1, 0, 0, 1, 2)))
+    lengths, suffixes = (2600, 2001, 4099), (70, 1, 33)
+    if check.small:
+        trees, lengths, suffixes = trees[1:], (2003, 40), (2, 1)
+    batch, q, k, v = _batch(check, trees, lengths, 16)
+    (naive,) = batch.levels("naive")
+    for plan, num_splits in (("fused", None), ("fused", 1), ("cascade", None), ("cascade", 5)):
+        if check.small and num_splits is None:
+            continue
+        state = cascade_attention(q, k, v, batch.levels(plan), num_splits=num_splits, backend="triton")
+        _hold(state, q, k, v, naive)
+    prompts = [n + new for n, new in zip(lengths, suffixes, strict=True)]
+    (level,) = prefix_hit_levels(prompts, lengths, 16, device=runtime.device())
+    pages = int(level.page_table.max()) + 1
+    k, v = _caches(check, pages, 16, torch.arange(pages * 16, device=level.page_table.device), seed=13)
+    q = _draw(check, sum(suffixes), check.heads[2], check.heads[0], seed=17)
+    for rule in ({"causal": True}, {"window_size": (2000, 0)})[: 1 if check.small else 2]:
+        state = attention(
+            q, k, v, level.page_table, level.cache_seqlens, cu_seqlens_q=level.cu_seqlens_q, backend="triton", **rule
+        )
+        masked = Level(level.cu_seqlens_q, level.page_table, level.cache_seqlens, 16, causal="causal" in rule)
+        _hold(state, q, k, v, masked, **{name: x for name, x in rule.items() if name != "causal"})
 
 
 def _tokens_loaded(level: Level, q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -294,6 +330,7 @@ def _check_merges(check: Check) -> None:
 
 _CHECKS: dict[str, Callable[[Check], None]] = {
     "plans": _check_plans,
+    "long keys": _check_long_keys,
     "large trees": _check_large_trees,
     "windows": _check_windows,
     "layouts": _check_layouts,

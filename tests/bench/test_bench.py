@@ -20,13 +20,15 @@ from cascade_lab import files, runtime
 from cascade_lab.bench import clock as clocks
 from cascade_lab.bench import command, cpu
 from cascade_lab.bench.cpu import Row
-from cascade_lab.bench.gpu import comparison, report, run, session, verify
-from cascade_lab.bench.record import write_record
+from cascade_lab.bench.gpu import ahead, comparison, report, run, session, verify
+from cascade_lab.bench.record import place, write_record
 from cascade_lab.cli import main
 from cascade_lab.evidence import checks
 from cascade_lab.pictures import gpu as gpu_pictures
+from tests.bench.perfect import CARD, record_of
 from tests.limits import HANGS_LONG_S
 
+DTYPES = ["bfloat16", "float16", "float32"]
 SMOKE = session.PRESETS["smoke"]
 needs_triton = pytest.mark.skipif(runtime.triton_mode() != "interpreted", reason="tries the GPU's benchmark on a CPU")
 
@@ -236,13 +238,21 @@ def test_the_whole_gpu_benchmark_runs_on_a_cpu_without_the_notebook_tools(tmp_pa
     kernels = {row["kernel"]: row for row in record["sections"]["peers"]["rows"]}
     assert kernels["SDPA, dense mask, group packed"]["agrees"] is True
     assert kernels["FlexAttention"]["agrees"] is True
+    assert kernels["SDPA flash, virtual requests"]["agrees"] is True
+    assert "No module named 'vllm'" in kernels["vLLM flash attention"]["missing"]
+    assert record["checks"]["skipped"] == []
+    assert record["sensors"] == "no GPU"
+    judged = report.judge(record | {"timings": "device events"})
+    assert {bound["name"].split(":")[0] for bound in judged if bound["of"]} >= {
+        "all sections", "verify, cascade and fused", "batches", "prefill", "merges", "linear layer of most rows"
+    }  # fmt: skip
     pictures = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert {"gpu_verify_ratio.svg", "gpu_peers.svg", "gpu_prefill_law.svg", "gpu_merges.svg"} <= pictures
 
 
 def quiet_run(monkeypatch, tmp_path, scale=SMOKE) -> tuple[int, dict]:
     """The GPU benchmark on a CPU without its checks; exit status and record."""
-    monkeypatch.setattr(checks, "run_all", lambda todo: iter(()))
+    monkeypatch.setattr(checks, "run_all", lambda todo, **_: iter(()))
     output = tmp_path / "record.json"
     status = run.measure_gpu(scale, output, quick=False, smoke=True, max_autotune=False)
     return status, json.loads(output.read_text())
@@ -269,7 +279,7 @@ def test_a_wrong_answer_stops_the_run_and_is_in_the_record(monkeypatch, tmp_path
 
 @needs_triton
 def test_a_failed_check_stops_the_run_before_anything_is_timed(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "run_all", lambda todo: iter([(todo[0], None), (todo[1], "AssertionError: off")]))
+    monkeypatch.setattr(checks, "run_all", lambda todo, **_: iter([(todo[0], None), (todo[1], "AssertionError: off")]))
     output = tmp_path / "record.json"
     assert run.measure_gpu(SMOKE, output, quick=False, smoke=True, max_autotune=False) == 1
     record = json.loads(output.read_text())
@@ -298,10 +308,10 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
         seen.append((shapes, k.shape[1:], k.stride(), [level.page_size for level in levels]))
         return lambda: None
 
-    monkeypatch.setattr(verify, "planned", record)
+    monkeypatch.setattr(ahead, "planned", record)
     scale = replace(SMOKE, coarse_page=2)
     point = verify.verify_points(scale)[0]
-    assert verify.launch_once(scale, [point]) == 3
+    assert ahead.launch_once(scale, [point]) == 3
     bench = session.Session(clocks.HostClock(), scale)
     work = verify.Pool(bench, verify.tokens_needed(scale, **point)).verify(**point)
     for levels in work.plans.values():
@@ -309,9 +319,9 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
     assert seen[:3] == seen[3:]
     tokens = 16 * scale.coarse_page
     assert work.k.shape[0] * work.k.shape[1] > tokens
-    folded = verify._folded(work.plans["fused"][0], tokens)
+    folded = verify.folded(work.plans["fused"][0], tokens)
     assert int(folded.page_table.max()) < tokens // folded.page_size
-    assert verify.launch_once(scale, [{"new": 4, "hit": 16}]) == 1
+    assert ahead.launch_once(scale, [{"new": 4, "hit": 16}]) == 1
 
 
 @needs_triton
@@ -331,9 +341,9 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
 def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, deadline, outcome):
     """The workers' own mode is the machine's: here they interpret, and count what they launched."""
     monkeypatch.setattr(runtime, "triton_mode", lambda: "compiled")
-    monkeypatch.setattr(checks, "workers", lambda: 2)
+    monkeypatch.setattr(ahead, "workers", lambda: 2)
     bench = session.Session(clocks.HostClock(), scale, deadline=deadline)
-    (row,) = verify.compile_ahead(bench)
+    (row,) = ahead.compile_ahead(bench)
     if outcome == "done":
         # three plans each for rows by branch, by leaf and by node, and one prefill
         assert row == {"tasks": 4, "done": 4, "plans": 10, "failed": []}
@@ -358,6 +368,137 @@ def test_an_interruption_keeps_the_rows_measured_so_far(monkeypatch, tmp_path):
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["sections"]["first"]["rows"] == [{"what": "kept"}]
     assert (record["complete"], record["stopped"]) == (False, "KeyboardInterrupt()")
+
+
+@needs_triton
+def test_a_run_that_is_killed_leaves_the_record_of_what_was_done(monkeypatch, tmp_path):
+    """What is on disk while a section runs: no handler of this process has a say when it is killed."""
+    output, seen = tmp_path / "record.json", []
+
+    def rows(bench):
+        for i in range(3):
+            seen.append(files.read_json(output))
+            yield {"what": f"row {i}"}
+
+    now = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(run, "SECTIONS", {"first": (1, lambda bench: iter([{"what": "done"}])), "second": (1, rows)})
+    monkeypatch.setattr(run.time, "monotonic", lambda: float(next(now)))
+    status, record = quiet_run(monkeypatch, tmp_path)
+    assert (status, record["complete"]) == (0, True)
+    assert [x["sections"].get("second", {"rows": []})["rows"] for x in seen] == [
+        [],
+        [{"what": "row 0"}],
+        [{"what": "row 0"}, {"what": "row 1"}],
+    ]
+    for x in seen:
+        assert x["sections"]["first"]["rows"] == [{"what": "done"}]
+        assert (x["complete"], "stopped" in x) == (False, False)
+
+
+@needs_triton
+def test_the_output_is_written_before_the_first_check(monkeypatch, tmp_path):
+    seen = []
+
+    def look(todo, **options):
+        seen.append(files.read_json(tmp_path / "record.json"))
+        return iter(())
+
+    monkeypatch.setattr(run, "SECTIONS", {})
+    monkeypatch.setattr(checks, "run_all", look)
+    assert run.measure_gpu(SMOKE, tmp_path / "record.json", quick=False, smoke=True, max_autotune=False) == 0
+    assert [(x["complete"], x["sections"]) for x in seen] == [(False, {})]
+
+
+@needs_triton
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(checks, "run_all", lambda todo, **_: pytest.fail("checked"))
+    assert main(["bench", "--smoke", "--output", str(tmp_path / "file" / "below")]) == 2
+    said = capsys.readouterr().err
+    assert "--output: " in said
+    assert "give a folder that can: --output DIR" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [(None, "a/default.json"), ("x.json", "x.json"), ("folder", "folder/default.json"), ("v1.2", "v1.2/default.json")],
+)
+def test_the_output_is_a_file_or_a_folder_for_it(monkeypatch, tmp_path, given, file):
+    monkeypatch.chdir(tmp_path)
+    found = place(None if given is None else Path(given), Path("a/default.json"))
+    assert found == Path(file)
+    (tmp_path / "x.json").mkdir()
+    assert place(Path("x.json"), Path("a/default.json")) == Path("x.json/default.json")
+
+
+@needs_triton
+@pytest.mark.parametrize("budget", [100.0, 1000.0])
+def test_checks_are_inside_the_budget_and_what_they_leave_out_is_named(monkeypatch, tmp_path, capsys, budget):
+    """On a clock of its own: a check takes 10 s, and the tests marked for a GPU do not end."""
+    now, given, deadlines = [0.0], [], []
+
+    def run_all(todo, *, deadline):
+        given.extend(todo)
+        for check in todo:
+            if now[0] + 10 > deadline:
+                return
+            now[0] += 10
+            yield check, None
+
+    def marked(folder, seconds):
+        now[0] += seconds
+        raise TimeoutError(f"not ended within {seconds:.0f} s")
+
+    def section(bench):
+        deadlines.append((now[0], bench.deadline))
+        return iter(())
+
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(checks, "run_all", run_all)
+    monkeypatch.setattr(checks, "run_marked_tests", marked)
+    monkeypatch.setattr(run, "SECTIONS", {"first": (1, section), "second": (3, section)})
+    scale = replace(SMOKE, budget_s=budget)
+    output = tmp_path / "record.json"
+    assert run.measure_gpu(scale, output, quick=False, smoke=False, max_autotune=False) == 0
+    record = files.read_json(output)["checks"]
+    passed = int(0.7 * 0.25 * 0.95 * budget / 10)
+    assert [str(check) for check in given[:passed]] == sorted(record["passed"], key=[str(c) for c in given].index)
+    assert record["skipped"][:-1] == [str(check) for check in given[passed:]]
+    assert record["skipped"][-1].startswith("tests marked for a GPU: not ended within ")
+    assert record["seconds"] == pytest.approx(0.25 * 0.95 * budget)
+    # what is timed is checked first, and float32 last
+    assert [check.dtype for check in given] == sorted((check.dtype for check in given), key=DTYPES.index)
+    spoken = capsys.readouterr().out
+    assert f"  no time for: {given[passed]}" in spoken
+    # a quarter of the rest for the first section, all of it for the last
+    (start, first), (_, second) = deadlines
+    assert first == pytest.approx(start + (0.95 * budget - start) / 4)
+    assert second == pytest.approx(0.95 * budget)
+
+
+def test_a_budget_is_a_time(capsys):
+    assert parse("--budget", "280").budget == 280
+    for text in ("0", "-1", "nan", "inf", "soon"):
+        with pytest.raises(SystemExit):
+            parse("--budget", text)
+        assert "expected seconds above 0" in capsys.readouterr().err
+
+
+def test_a_record_is_judged_again_whole_or_not(tmp_path, capsys):
+    record = record_of(session.PRESETS["quick"], CARD, {"batches": 1.5})
+    write_record(tmp_path / "x.json", record)
+    assert main(["bench", "--judge", str(tmp_path / "x.json")]) == 1
+    said = capsys.readouterr().out
+    assert "batches: time over the limit and launches: worst 1.50, at most 1.4, 0 of 8: fails" in said
+    assert "prefill: time over the model: worst -, at most 1.4, 0 of 0: not measured here" in said
+    record["complete"] = False
+    del record["sections"]["batches"]
+    write_record(tmp_path / "x.json", record)
+    assert main(["bench", "--judge", str(tmp_path / "x.json")]) == 0
+    assert "stopped early: killed; sections: ceilings" in capsys.readouterr().out
+    write_record(tmp_path / "x.json", {"rows": []})
+    assert main(["bench", "--judge", str(tmp_path / "x.json")]) == 2
+    assert "--judge: expected the record of a GPU run" in capsys.readouterr().err
 
 
 def test_a_record_is_json_in_lines_with_every_digit(tmp_path):
@@ -495,11 +636,13 @@ def test_the_gpu_clock_times_without_a_graph_only_where_that_is_allowed(fake_cud
         clock.measure(call)
 
 
-def verified(length, ratio, topk=4, share=0.9, rows="branch"):
-    plan = {"ratio_measured": ratio, "ratio_predicted": 4.0, "share_of_copy": share, "bytes_must_move": 4096 * length}
+def verified(length, ratio, topk=4, rows="branch"):
+    """A point of section verify whose cascade and fused plan take twice the card's limit."""
+    seconds = 2 * (length + 4 * topk) * 4096 / 4e12
+    plan = {"seconds": seconds, "ratio_measured": ratio, "ratio_predicted": 4.0, "share_of_copy": 0.5}
     return {
         "length": length, "topk": topk, "batch": 1, "group": 4, "rows": rows, "steps": 4,
-        "plans": {"naive": plan | {"ratio_measured": 1.0}, "cascade": plan, "fused": plan},
+        "plans": {"naive": plan | {"ratio_measured": 1.0, "seconds": seconds * ratio}, "cascade": plan, "fused": plan},
     }  # fmt: skip
 
 
@@ -517,11 +660,11 @@ def test_break_even_lies_between_the_last_loss_and_the_first_win(ratios, expecte
     assert found["length"] == (expected if expected is None else pytest.approx(expected))
 
 
-def gpu_record(flex_seconds=3e-5, share=0.9, ratio=4.1, rate=0.65):
+def gpu_record(flex_seconds=3e-5, ratio=4.1):
     timing = {"seconds": 2e-5, "call_seconds": 9e-5}
     where = {"length": 16384, "topk": 4, "batch": 1, "group": 4, "rows": "branch"}
     prefills = [
-        {"new": 8192 - hit, "hit": hit, "seconds": 1e-3 * (1 - (hit / 8192) ** 2), "share_of_matmul": rate,
+        {"new": 8192 - hit, "hit": hit, "group": 4, "seconds": 1e-3 * (1 - (hit / 8192) ** 2), "share_of_matmul": 0.6,
          "remaining": 1 - (hit / 8192) ** 2, "tile_remaining": 1 - (hit / 8192) ** 2}
         for hit in (0, 2048, 4096)
     ]  # fmt: skip
@@ -541,7 +684,7 @@ def gpu_record(flex_seconds=3e-5, share=0.9, ratio=4.1, rate=0.65):
                     {"what": "one-element addition", "seconds": 2e-6},
                 ]
             },
-            "verify": {"rows": [verified(1024, 0.8), verified(16384, ratio, share=share)]},
+            "verify": {"rows": [verified(1024, 0.8), verified(16384, ratio)]},
             "peers": {
                 "rows": [
                     where | {"kernel": "cascade_lab fused"} | timing,
@@ -559,30 +702,6 @@ def gpu_record(flex_seconds=3e-5, share=0.9, ratio=4.1, rate=0.65):
     return record
 
 
-@pytest.mark.parametrize(
-    ("options", "verdicts"),
-    [
-        ({}, ["holds", "fails", "holds", "holds", "not measured here"]),
-        ({"share": 0.84}, ["fails", "fails", "holds", "holds", "not measured here"]),
-        ({"rate": 0.59}, ["holds", "fails", "fails", "holds", "not measured here"]),
-        ({"flex_seconds": 1e-5}, ["holds", "fails", "holds", "fails", "not measured here"]),
-    ],
-)
-def test_a_record_is_judged_by_its_bounds(options, verdicts):
-    # the short prefix also exceeds this record's L2, and its ratio is far from the ledger's
-    assert [bound["verdict"] for bound in report.judge(gpu_record(**options))] == verdicts
-
-
-def test_the_ratio_is_judged_only_where_the_prefix_exceeds_the_l2():
-    record = gpu_record()
-    record["provenance"]["L2 bytes"] = str(4096 * 2000)
-    assert report.judge(record)[1] | {"name": ""} == {
-        "name": "", "bound": "at most 0.15", "worst": pytest.approx(0.025), "met": 1, "of": 1, "verdict": "holds",
-    }  # fmt: skip
-    record["sections"]["verify"]["rows"].pop()
-    assert report.judge(record)[1]["verdict"] == "not measured here"
-
-
 def test_pictures_of_a_record_carry_its_numbers_and_its_device():
     record = gpu_record()
     drawn = dict(gpu_pictures.draw(record))
@@ -592,7 +711,7 @@ def test_pictures_of_a_record_carry_its_numbers_and_its_device():
     for fig in drawn.values():
         assert "cuda (x), 2026-01-01" in fig.axes[0].get_title(loc="left") + fig.axes[0].get_title()
     assert gpu_pictures.verify_ratio(record)[1] == {4: {1024: (0.8, 4.0), 16384: (4.1, 4.0)}}
-    assert gpu_pictures.verify_bandwidth(record)[1]["fused"] == {1024: 0.9, 16384: 0.9}
+    assert gpu_pictures.verify_bandwidth(record)[1]["fused"] == {1024: 0.5, 16384: 0.5}
     assert gpu_pictures.prefill_law(record)[1][8192][0.5] == pytest.approx((0.75, 0.75, 0.75))
     assert gpu_pictures.peers(record)[1] == {
         "L = 16384, batch 1, rows by branch": {"cascade_lab fused": 2e-5, "FlexAttention, default": 3e-5}

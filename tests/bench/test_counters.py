@@ -15,6 +15,7 @@ from cascade_lab.bench.gpu import counters, report, run, session
 from cascade_lab.bench.gpu.counters import ASKED, DRAM, FOUND
 from cascade_lab.evidence import checks
 from tests.bench.ncu_log import log_of
+from tests.bench.perfect import CARD, ceilings
 from tests.limits import HANGS_S
 
 SMOKE = replace(session.PRESETS["smoke"], counter_lengths=(16, 40))
@@ -204,7 +205,7 @@ def test_what_the_child_says_wrong_is_not_taken_for_counters(monkeypatch, tmp_pa
 
 def test_the_whole_run_has_the_section_and_prints_it(monkeypatch, tmp_path, capsys):
     install(monkeypatch, tmp_path, FAILING.format(commands=f'echo "{PERMISSION}" >"$log"; exit 1'))
-    monkeypatch.setattr(checks, "run_all", lambda todo: iter(()))
+    monkeypatch.setattr(checks, "run_all", lambda todo, **_: iter(()))
     monkeypatch.setattr(run, "SECTIONS", {"counters": run.SECTIONS["counters"]})
     monkeypatch.setattr(run, "break_even_rows", lambda record, plan: [])
     monkeypatch.setattr(run, "print_summary", lambda record: None)
@@ -215,22 +216,30 @@ def test_the_whole_run_has_the_section_and_prints_it(monkeypatch, tmp_path, caps
     assert "counters: 1 rows, 0 skipped" in capsys.readouterr().out
 
 
-def plan(asked, loaded=1000):
+def plan(asked, loaded=1000, dram=500):
     return {"attention_l2_bytes": asked, "kv_bytes_loaded": loaded, "l2_bytes": asked, "l2_found_bytes": asked // 2,
-            "dram_bytes": asked // 2, "kv_bytes_distinct": loaded // 2}  # fmt: skip
+            "dram_bytes": asked // 2, "attention_dram_bytes": dram, "kv_bytes_distinct": loaded // 2}  # fmt: skip
 
 
-def bound_of(rows):
-    sections = {name: {"rows": []} for name in ("verify", "prefill", "peers")} | {"counters": {"rows": rows}}
-    return report.judge({"provenance": {"L2 bytes": "1"}, "sections": sections})[-1]
+def bounds_of(rows):
+    record = {"scale": {}, **ceilings(CARD)}
+    record["sections"]["counters"] = {"rows": rows}
+    return report.judge(record)[-2:]
 
 
 def test_counted_sectors_are_judged_against_the_ledger():
-    assert bound_of([{"missing": "x"}])["verdict"] == "not measured here"
-    assert bound_of([{"plans": {"naive": plan(1049), "fused": plan(951)}}])["verdict"] == "holds"
-    missed = bound_of([{"plans": {"naive": plan(1000), "fused": plan(930)}}])
+    assert {bound["verdict"] for bound in bounds_of([{"missing": "x"}])} == {"not measured here"}
+    assert bounds_of([{"plans": {"naive": plan(1049), "fused": plan(951)}}])[0]["verdict"] == "holds"
+    missed = bounds_of([{"plans": {"naive": plan(1000), "fused": plan(930)}}])[0]
     assert (missed["verdict"], missed["met"], missed["of"]) == ("fails", 1, 2)
     assert missed["worst"] == pytest.approx(0.07)
+
+
+def test_bytes_from_memory_are_judged_against_the_distinct_ones_of_the_plans_that_read_them_once():
+    held = {"plans": {"naive": plan(1000, dram=5000), "cascade": plan(1000, dram=505), "fused": plan(1000, dram=549)}}
+    assert bounds_of([held])[1]["verdict"] == "holds"
+    missed = bounds_of([{"plans": {"cascade": plan(1000, dram=750)}}])[1]
+    assert (missed["verdict"], missed["worst"]) == ("fails", 1.5)
 
 
 def test_the_summary_shows_counters_or_why_there_are_none(capsys):

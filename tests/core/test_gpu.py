@@ -25,6 +25,7 @@ from cascade_lab import DraftTree, State, VerifyBatch, runtime
 from cascade_lab.bench.gpu.session import planned
 from cascade_lab.evidence import checks
 from tests import conftest
+from tests.limits import HANGS_S
 
 gpu = pytest.mark.gpu
 on_gpu = pytest.mark.skipif(runtime.device().type != "cuda", reason="needs a GPU")
@@ -83,8 +84,13 @@ def test_tests_of_the_triton_backend_are_marked_where_kernels_are_compiled(monke
 def test_the_checks_cover_every_head_dim_and_dtype():
     found = {(check.heads[:2], check.dtype) for check in checks.checks() if check.name == "plans"}
     dims = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (576, 512)]
-    assert {(dim, dtype) for dim in dims for dtype in ("float32", "float16", "bfloat16")} <= found
-    assert {check.name for check in checks.checks()} == {"plans", "large trees", "windows", "layouts", "merges"}
+    assert {(dim, dtype) for dim in dims for dtype in ("float16", "bfloat16")} <= found
+    kinds = {"plans", "long keys", "large trees", "windows", "layouts", "merges"}
+    assert {check.name for check in checks.checks()} == kinds
+    assert {check.name for check in checks.checks(small=True)} == kinds
+    single = [check for check in checks.checks() if check.dtype == "float32"]
+    assert {check.name for check in single} == kinds
+    assert {check.heads[:2] for check in single} == {(64, 64)}
 
 
 @interpreted
@@ -93,6 +99,8 @@ def test_the_checks_cover_every_head_dim_and_dtype():
     [
         ("plans", "cascade_attention", lambda state: state._replace(lse=state.lse + 1e-3)),
         ("plans", "cascade_attention", lambda state: state._replace(o=state.o.roll(1, 0))),
+        ("long keys", "cascade_attention", lambda state: state._replace(o=state.o * 1.01)),
+        ("long keys", "attention", lambda state: state._replace(lse=state.lse - 1e-3)),
         ("windows", "attention", lambda state: state._replace(o=state.o * 1.01)),
         ("layouts", "attention", lambda state: state._replace(o=state.o.flip(1))),
         ("merges", "merge_states", lambda state: state._replace(lse=state.lse.nan_to_num(neginf=0.0))),
@@ -129,6 +137,27 @@ def test_worker_processes_report_each_check():
     found = dict(checks.run_all([*todo, broken], processes=2))
     assert [found[check] for check in todo] == [None, None]
     assert "KeyError" in found[broken]
+    assert list(checks.run_all(todo, processes=2, deadline=0.0)) == []
+
+
+@interpreted
+def test_checks_that_the_time_does_not_suffice_for_are_not_reported(monkeypatch):
+    now = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(checks.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(checks, "run_check", lambda check: None)
+    todo = checks.checks(small=True)
+    assert list(checks.run_all(todo, deadline=3.0)) == [(check, None) for check in todo[:2]]
+
+
+@pytest.mark.long
+def test_marked_tests_that_do_not_end_are_ended(tmp_path):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_slow.py").write_text(
+        f"import time, pytest\n\n@pytest.mark.gpu\ndef test_slow():\n    time.sleep({HANGS_S})\n"
+    )
+    with pytest.raises(TimeoutError, match="not ended within 0 s"):
+        checks.run_marked_tests(folder, 0.0)
 
 
 @pytest.mark.long

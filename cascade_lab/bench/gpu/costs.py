@@ -10,6 +10,7 @@ import torch
 
 from cascade_lab import runtime
 from cascade_lab.attention import attention
+from cascade_lab.bench.gpu.limits import merge_bytes
 from cascade_lab.bench.gpu.session import DTYPE, Session, planned
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.levels import cascade_attention
@@ -57,7 +58,7 @@ def time_costs(bench: Session) -> Iterator[dict]:
         t, s = point.values()
         o = torch.empty(t, s, heads, dim, device=bench.clock.device).normal_()
         lse = torch.empty(t, s, heads, device=bench.clock.device).normal_()
-        moved = o.numel() * 4 + lse.numel() * 4 + t * heads * (dim * DTYPE.itemsize + 4)
+        moved = merge_bytes(asdict(scale), t, s)
         calls = {"merge_states": lambda o=o, lse=lse: merge_states(o, lse, out_dtype=DTYPE, backend="triton")}
         if s == 2:
             calls["merge_state"] = lambda o=o, lse=lse: merge_state(

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from cascade_lab.bench.clock import clock
 from cascade_lab.bench.gpu.session import DTYPE, Scale, Session, planned
 from cascade_lab.bench.gpu.verify import Pool, VerifyPlans, kv_tokens_loaded, tokens_needed
 from cascade_lab.bench.record import PACKAGE_ROOT, progress
+from cascade_lab.evidence.workers import end_group
 from cascade_lab.levels import ledger
 
 SECTOR = 32
@@ -39,7 +39,7 @@ DRAM, ASKED, FOUND = METRICS = (
     "lts__t_sectors_srcunit_tex_op_read.sum",
     "lts__t_sectors_srcunit_tex_op_read_lookup_hit.sum",
 )
-KERNELS = "regex:^_(attention|merge_pair|merge_many)_kernel"
+KERNELS = "regex:^_[a-z_]+_kernel"
 
 
 class NotCounted(Exception):
@@ -101,20 +101,16 @@ def _profile(scale: Scale, points: Sequence[dict], seconds: float | None) -> tup
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         paths = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(
-            command(str(log), scale, points),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": paths},
-            start_new_session=True,
-        )
-        try:
-            said, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise NotCounted(f"ncu took longer than the {seconds:.0f} s that were left") from None
-        finally:
-            _end(process)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options = {"env": os.environ | {"PYTHONPATH": paths}, "start_new_session": True}
+        with subprocess.Popen(command(str(log), scale, points), **pipes, **options) as process:
+            try:
+                said, errors = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                raise NotCounted(f"ncu took longer than the {seconds:.0f} s that were left") from None
+            finally:
+                # ncu's own child outlives a killed ncu
+                end_group(process)
         text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     counted = parse(text)
     if process.returncode or not counted:
@@ -126,13 +122,6 @@ def _profile(scale: Scale, points: Sequence[dict], seconds: float | None) -> tup
     if not isinstance(made, list):
         raise NotCounted("the launching process did not say what it launched")
     return made, counted
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Leave nothing of the process group behind: ncu's own child outlives a killed ncu."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def _reason(text: str, status: int) -> str:
@@ -189,7 +178,7 @@ def joined(made: Sequence[dict], counted: Sequence[dict]) -> Iterator[dict]:
         plans = {}
         for name, plan in row["plans"].items():
             launches = [next(rest) for _ in plan["kernels"]]
-            attention = [launch for launch in launches if launch["kernel"] == "_attention_kernel"]
+            attention = [launch for launch in launches if "attention" in launch["kernel"]]
             plans[name] = plan | {
                 "dram_bytes": sum(x[DRAM] for x in launches),
                 "l2_bytes": SECTOR * sum(x[ASKED] for x in launches),
@@ -259,12 +248,16 @@ class _Noted:
 
 @contextmanager
 def _launches() -> Iterator[list[str]]:
-    """Names of the kernels launched inside, compiled or interpreted."""
-    from cascade_lab.backends.triton import attention, merge
-
+    """Names of the kernels launched inside, compiled or interpreted, whatever module of the backend they are in."""
     names: list[str] = []
-    places = [(attention, "_attention_kernel"), (merge, "_merge_pair_kernel"), (merge, "_merge_many_kernel")]
-    kernels = [(module, name, getattr(module, name)) for module, name in places]
+    package = "cascade_lab.backends.triton"
+    modules = [module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")]
+    kernels = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and hasattr(value, "fn")
+    ]
     for module, name, kernel in kernels:
         setattr(module, name, _Noted(kernel, names))
     try:

@@ -25,7 +25,7 @@ MEMORY_SHARE = 0.4
 class Scale:
     """Sizes of one run: what the sections measure, and in how many seconds all of them together."""
 
-    budget_s: float | None  # None: no limit
+    budget_s: float | None  # of the whole run, checks and compilation included; None: no limit
     head_dim: int = 128
     num_kv_heads: int = 8
     page: int = 16
@@ -42,6 +42,9 @@ class Scale:
     new_tokens: tuple[int, ...] = tuple(1 << n for n in range(4, 15))
     hits: tuple[int, ...] = (0, *(1 << n for n in range(10, 18)))
     prompts: tuple[int, ...] = (8192, 2048, 32768)
+    # unit of length and number of requests of the ragged batches
+    mix_length: int = 16384
+    mix_requests: int = 16
     eighths: tuple[int, ...] = tuple(range(8))
     linear: tuple[int, int] = (4096, 14336)
     linear_rows: tuple[int, ...] = tuple(1 << n for n in range(0, 15))
@@ -58,9 +61,9 @@ class Scale:
 
 
 PRESETS = {
-    "full": Scale(budget_s=380),
+    "full": Scale(budget_s=540),
     "quick": Scale(
-        budget_s=100,
+        budget_s=180,
         lengths=(1024, 4096, 16384, 65536),
         topks=(1, 4, 16),
         batches=(1, 16, 64),
@@ -92,6 +95,8 @@ PRESETS = {
         new_tokens=(4, 8),
         hits=(0, 16),
         prompts=(32,),
+        mix_length=32,
+        mix_requests=3,
         eighths=(0, 4),
         linear=(16, 32),
         linear_rows=(1, 8),

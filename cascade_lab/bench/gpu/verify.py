@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
-from cascade_lab import runtime
-from cascade_lab.bench.clock import clock
 from cascade_lab.bench.gpu.answers import agree, hold, row_in_float64
-from cascade_lab.bench.gpu.prefill import prefill_points
+from cascade_lab.bench.gpu.limits import verify_work
 from cascade_lab.bench.gpu.session import DTYPE, MEMORY_SHARE, Scale, Session, planned
-from cascade_lab.bench.record import progress
 from cascade_lab.drafts import ROWS, DraftTree, VerifyBatch
 from cascade_lab.evidence import checks
 from cascade_lab.levels import Ledger, Level, ledger
-from cascade_lab.prefix import prefix_hit_levels
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,8 @@ def time_verify(bench: Session) -> Iterator[dict]:
             bench.skipped.append(point | {"why": "memory"})
             continue
         work = pool.verify(**point)
-        yield point | {"steps": scale.steps, "plans": _time_plans(bench, work)}
+        must_move = verify_work(asdict(scale), point).bytes
+        yield point | {"steps": scale.steps, "plans": _time_plans(bench, work, must_move)}
 
 
 def verify_points(scale: Scale) -> list[dict]:
@@ -91,7 +84,7 @@ class Pool:
         q = self.bench.random(work.num_rows, group * scale.num_kv_heads, scale.head_dim)
         plans = {"naive": naive.levels, "cascade": work.levels("cascade"), "fused": work.levels("fused")}
         if self.folded:
-            plans = {plan: [_folded(level, self.tokens) for level in levels] for plan, levels in plans.items()}
+            plans = {plan: [folded(level, self.tokens) for level in levels] for plan, levels in plans.items()}
         else:
             self.copy(naive.src, naive.dst)
         return VerifyPlans(work, q, self.k, self.v, plans)
@@ -102,77 +95,17 @@ class Pool:
             flat[dst] = flat[src]
 
 
-def _folded(level: Level, tokens: int) -> Level:
+def folded(level: Level, tokens: int) -> Level:
     """The level with its pages wrapped into a cache of `tokens`: the same launch, other addresses."""
     return replace(level, page_table=level.page_table.clamp(min=0) % (tokens // level.page_size))
 
 
-def compile_ahead(bench: Session) -> Iterator[dict]:
-    """Launch every plan of the grids once in worker processes, whose compiled kernels this process finds on disk.
-
-    Points that differ in lengths and batch share most kernels, so one worker takes them together.
-    """
-    tasks: dict[tuple, list[dict]] = {}
-    for point in verify_points(bench.scale):
-        tasks.setdefault((point["topk"], point["group"], point["rows"]), []).append(point)
-    for point in prefill_points(bench.scale):
-        tasks.setdefault((point["new"],), []).append(point)
-    parts = [points[i::4] for points in tasks.values() for i in range(min(4, len(points)))]
-    if runtime.triton_mode() != "compiled":
-        yield {"tasks": 1, "done": 1, "plans": launch_once(bench.scale, parts[0][:1]), "failed": []}
-        return
-    plans, failed = [], []
-    with ProcessPoolExecutor(checks.workers(), mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(launch_once, bench.scale, part, bench.deadline) for part in parts]
-        # no wait of the operating system is infinite
-        left = None if bench.deadline == math.inf else max(0.0, bench.deadline - time.monotonic())
-        try:
-            for done in as_completed(running, timeout=left):
-                # what fails here fails again where it is timed, and stops the run there
-                error = done.exception()
-                (failed if error else plans).append(repr(error) if error else done.result())
-                progress(f"compiling, {len(plans)} of {len(parts)}")
-        except TimeoutError:
-            pool.shutdown(cancel_futures=True)
-    yield {"tasks": len(parts), "done": len(plans), "plans": sum(plans), "failed": failed}
-
-
-def launch_once(scale: Scale, points: Sequence[dict], deadline: float = math.inf) -> int:
-    """Launch the plans of verify or prefill points on a few pages until the deadline, and return how many."""
-    bench = Session(clock(), scale)
-    launched = 0
-    with torch.no_grad():
-        pool = Pool(bench, 16 * scale.coarse_page, folded=True)
-        for point in points:
-            if time.monotonic() >= deadline:
-                break
-            if "topk" in point:
-                work = pool.verify(**point)
-                plans = [(work.q, levels) for levels in work.plans.values()]
-            else:
-                m, hit = point.values()
-                group = scale.centre[3]
-                table = torch.arange(-(-(m + hit) // scale.page), dtype=torch.int32, device=bench.clock.device)
-                levels = prefix_hit_levels([m + hit], [hit], scale.page, page_table=table[None])
-                q = bench.random(m, group * scale.num_kv_heads, scale.head_dim)
-                plans = [(q, [_folded(level, pool.tokens) for level in levels])]
-            for q, levels in plans:
-                planned(q, pool.k, pool.v, levels)()
-                launched += 1
-        bench.clock.wait()
-    return launched
-
-
-def _time_plans(bench: Session, work: VerifyPlans) -> dict[str, dict]:
+def _time_plans(bench: Session, work: VerifyPlans, must_move: int) -> dict[str, dict]:
     """Every plan's answer held against float64, its time, what it must move, and its ratio to the naive plan."""
     q, k = work.q, work.k
     heads = dict(num_q_heads=q.shape[1], num_kv_heads=k.shape[2])
     reference = reference_row(work)
-    token_bytes = 2 * k.shape[2] * k.shape[3] * k.element_size()
-    other_bytes = 2 * q.numel() * q.element_size() + q.shape[0] * q.shape[1] * 4
     ledgers = {plan: ledger(levels, **heads) for plan, levels in work.plans.items()}
-    # copied pages are the naive plan's own: what any plan must load is what the shared pages hold
-    compulsory = ledgers["fused"].kv_tokens_unique
     found, first = {}, None
     for plan, levels in work.plans.items():
         call = planned(q, work.k, work.v, levels)
@@ -181,7 +114,6 @@ def _time_plans(bench: Session, work: VerifyPlans) -> dict[str, dict]:
         first = state if first is None else first
         agree(state, first, plan)
         timing = bench.clock.measure(call)
-        must_move = compulsory * token_bytes + other_bytes
         row = asdict(timing) | errors
         row |= {
             "kv_tokens": ledgers[plan].kv_tokens,
