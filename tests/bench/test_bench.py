@@ -328,7 +328,7 @@ def test_a_folded_launch_is_the_launch_of_the_point(monkeypatch):
 @pytest.mark.parametrize(
     ("scale", "deadline", "outcome"),
     [
-        (replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,)), math.inf, "done"),
+        (replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), mix_requests=2), math.inf, "done"),
         pytest.param(
             replace(SMOKE, lengths=(16,), prompts=(), new_tokens=(4,), hits=(0,), topks=(-1,)),
             math.inf,
@@ -345,10 +345,10 @@ def test_kernels_are_compiled_in_worker_processes(monkeypatch, scale, deadline, 
     bench = session.Session(clocks.HostClock(), scale, deadline=deadline)
     (row,) = ahead.compile_ahead(bench)
     if outcome == "done":
-        # three plans each for rows by branch, by leaf and by node, and one prefill
-        assert row == {"tasks": 4, "done": 4, "plans": 10, "failed": []}
+        # six batches and two plans of trees; three plans each for rows by branch, by leaf and by node; one prefill
+        assert row == {"tasks": 12, "done": 12, "plans": 6 + 2 + 9 + 1, "failed": []}
     elif outcome == "failed":
-        assert (row["done"], row["plans"]) == (1, 1)
+        assert (row["done"], row["plans"]) == (9, 9)
         assert len(row["failed"]) == 3
         assert "topk" in row["failed"][0]
     else:

@@ -12,7 +12,7 @@ import torch
 
 from cascade_lab.bench import clock as clocks
 from cascade_lab.bench.gpu import sensors as module
-from cascade_lab.bench.gpu.sensors import Sensors, parse, sensors
+from cascade_lab.bench.gpu.sensors import QUERIES, Sensors, parse, sensors
 from tests.limits import HANGS_S
 
 CARD = SimpleNamespace(meaningful=True, device=torch.device("cuda", 0))
@@ -82,7 +82,7 @@ def test_what_the_tool_says_instead_is_the_reason_for_no_readings(smi):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("1980, 2619, 300.5, 41", {"sm_clock_mhz": 1980, "memory_clock_mhz": 2619, "power_w": 300.5, "temperature_c": 41}),
+        ("1980, 2619, 300.5, 41\n", dict(zip(QUERIES, (1980, 2619, 300.5, 41), strict=True))),
         ("[N/A], 2619, [Not Supported], 41", {"memory_clock_mhz": 2619, "temperature_c": 41}),
         ("No devices were found", {}),
         ("", {}),
@@ -101,7 +101,7 @@ def test_without_the_tool_torch_is_asked_once_a_section(monkeypatch):
     with sensors(CARD) as found:
         # the first reading is the trial
         assert found.taken() == {
-            "readings": 1, "sm_clock_mhz": [1500, 1500, 1500], "power_w": [650, 650, 650], "temperature_c": [50, 50, 50],
+            "readings": 1, "sm_clock_mhz": [1500] * 3, "power_w": [650] * 3, "temperature_c": [50] * 3,
         }  # fmt: skip
         assert found.source == "torch.cuda"
 
