@@ -142,6 +142,7 @@ class DraftTree:
             TypeError, ValueError: ids that are no integers >= 0, an id behind padding, an id with two parents, or an id
                 that is missing.
         """
+        pad = _checks.integer("pad", pad)
         parent_of: dict[int, int] = {}
         for i, row in enumerate(_plain(indices)):
             nodes = _checks.integer_list(f"indices[{i}]", _plain(row), None)

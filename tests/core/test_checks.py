@@ -95,6 +95,7 @@ def case(**changes):
 
 LEDGER = cl.ledger(plan(), num_q_heads=4, num_kv_heads=2)
 VERIFY = cl.VerifyBatch([8, 9], [TREE, None], 4)
+ROOTED = cl.VerifyBatch([8], [cl.DraftTree([-1, 0], [2, 1])], 4)
 FIT = Calibration("area", 1.0, 0.0, 1e-3, 1e-6, 0.0, 0.0, 0.01)
 AREA = {
     "SlidingWindow": dict(w=1),
@@ -139,13 +140,21 @@ ROWS = {
     "drafts.DraftTree.packed_mask": Row(TREE.packed_mask, dict(prefix_len=3), dict(prefix_len=0)),
     "drafts.VerifyBatch": Row(
         batch,
-        dict(prefix_lens=[8, 9], page_size=4, shared_prefix_len=4, num_pages=20),
+        dict(prefix_lens=[8, 9], page_size=4, shared_prefix_len=4, num_pages=20, tokens=[*range(12)]),
         dict(page_size=1, shared_prefix_len=0, num_pages=0),
-        dict(prefix_lens=0),
-        optional=("num_pages",),
+        dict(prefix_lens=0, tokens=0),
+        optional=("num_pages", "tokens"),
     ),
-    "drafts.VerifyBatch.prefix_slots": Row(VERIFY.prefix_slots, dict(r=1), dict(r=0)),
-    "drafts.VerifyBatch.draft_slots": Row(VERIFY.draft_slots, dict(r=0), dict(r=0)),
+    "drafts.VerifyBatch.prefix_slots": Row(VERIFY.prefix_slots, dict(r=1), dict(r=0), optional=("r",)),
+    "drafts.VerifyBatch.draft_slots": Row(VERIFY.draft_slots, dict(r=0), dict(r=0), optional=("r",)),
+    "drafts.VerifyBatch.accept_relaxed": Row(
+        lambda topk: ROOTED.accept_relaxed(torch.eye(4)[:2], topk=topk), dict(topk=2), dict(topk=1)
+    ),
+    "drafts.DraftTree.from_retrieve_links": Row(
+        cl.DraftTree.from_retrieve_links,
+        dict(next_token=[1, -1], next_sibling=[-1, -1]),
+        lists=dict(next_token=None, next_sibling=None),
+    ),
     "prefix.interactions": Row(cl.interactions, dict(n=8, hit=3), dict(n=0, hit=0)),
     "prefix.remaining": Row(cl.remaining, dict(n=8, hit=3), dict(n=1, hit=0)),
     "prefix.linear_remaining": Row(cl.linear_remaining, dict(n=8, hit=3), dict(n=1, hit=0)),
@@ -388,9 +397,25 @@ ROWS = {
     "calibration.Calibration.time": Row(FIT.time, dict(prefix=40, new=7), dict(prefix=0, new=0)),
 }
 # what these functions fill in themselves, and arguments whose numbers another row gives
-RESULTS = {"Ledger", "CopiedTails", "VirtualRequests", "PrefillTerms", "Prediction", "Decision", "RuleRow", "Shard"}
+RESULTS = {
+    "Ledger",
+    "Accepted",
+    "Committed",
+    "CopiedTails",
+    "VirtualRequests",
+    "PrefillTerms",
+    "Prediction",
+    "Decision",
+    "RuleRow",
+    "Shard",
+}
 RESULTS |= {"RankLedger", "TraceSummary", "Request", "TraceError", "Calibration", "Finding", "State"}
 ELSEWHERE = {
+    "drafts.DraftTree.retrieve_indices": {"pad": "test_broken_forms_of_a_tree_are_named"},
+    "drafts.DraftTree.from_retrieve_indices": dict.fromkeys(
+        ("indices", "pad"), "test_broken_forms_of_a_tree_are_named"
+    ),
+    "drafts.VerifyBatch.commit": {"accepted": "test_what_cannot_be_accepted_or_committed_is_named"},
     "levels.PassShape.tile_tokens": dict.fromkeys(("block_m", "group"), "is asked through `Ledger.tile_tokens`"),
     "runtime.Target": dict.fromkeys(("multiprocessors", "shared_bytes"), "a table of the package's own"),
     "attention.attention": {"window_size": "test_windows_are_pairs_of_integers"},

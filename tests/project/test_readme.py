@@ -24,7 +24,7 @@ def notebook_rows():
 
 
 def test_the_python_example_runs_and_equals_one_causal_call():
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     lengths = torch.tensor([39, 25], dtype=torch.int32)
@@ -36,10 +36,46 @@ def test_the_python_example_runs_and_equals_one_causal_call():
     torch.testing.assert_close(names["lse"], whole.lse, atol=2e-6, rtol=0)
 
 
-def test_the_python_example_is_six_lines_after_its_imports():
-    (code,) = blocks("python")
+def test_the_python_examples_are_six_lines_after_imports_and_data():
+    code, verify = blocks("python")
     lines = [line for line in code.splitlines() if line and not line.startswith("import ")]
     assert len(lines) == 6
+    lines = verify.split("\n\n")[-1].splitlines()
+    assert len([line for line in lines if not line.startswith("x = ")]) == 6
+
+
+def test_the_verify_round_accepts_what_the_model_says_along_each_path():
+    """Every node's answer again from its own path in float64, and the accepted states where they belong."""
+    _, code = blocks("python")
+    torch.manual_seed(3)
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    k, v, batch, accepted = (names[name] for name in ("k", "v", "batch", "accepted"))
+    table, w_q, w_k, w_v = (names[name].double() for name in ("table", "w_q", "w_k", "w_v"))
+    tokens, row = batch.tokens.tolist(), 0
+    for r, (tree, length) in enumerate(zip(batch.trees, batch.prefix_lens, strict=True)):
+        slots = batch.prefix_slots(r)
+        prefix_k, prefix_v = (cache.view(-1, 2, 64)[slots].double() for cache in (k, v))
+        said = []
+        for node in range(tree.size):
+            path = [tokens[row + n] for n in (*tree.ancestors(node), node)]
+            x = table[path]
+            keys = torch.cat((prefix_k, (x @ w_k).view(-1, 2, 64))).repeat_interleave(4, 1)
+            values = torch.cat((prefix_v, (x @ w_v).view(-1, 2, 64))).repeat_interleave(4, 1)
+            scores = torch.einsum("hd,khd->hk", (x[-1] @ w_q).view(8, 64), keys) / 8
+            o = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+            torch.testing.assert_close(names["o"][row + node].double(), o, atol=1e-3, rtol=1e-4)
+            said.append(int((o.flatten() @ w_q.T @ table.T).argmax()))
+        path = accepted.nodes[r][: accepted.lens[r]].tolist()
+        for parent, node in zip(path, path[1:], strict=False):
+            assert tokens[row + node] == said[parent]
+        assert accepted.next_tokens[r] == said[path[-1]]
+        children = [node for node in range(tree.size) if tree.parents[node] == path[-1]]
+        assert said[path[-1]] not in [tokens[row + node] for node in children]
+        new = cl.paging.token_slots(batch.page_table, r, length + len(path), 16)[length:]
+        expected = (table[[tokens[row + n] for n in path]] @ w_k).view(-1, 2, 64)
+        torch.testing.assert_close(k.view(-1, 2, 64)[new].double(), expected, atol=1e-4, rtol=1e-4)
+        row += tree.size
 
 
 def test_the_table_lists_exactly_the_notebooks_there_are_in_order():
