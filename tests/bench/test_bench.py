@@ -476,6 +476,48 @@ def test_checks_are_inside_the_budget_and_what_they_leave_out_is_named(monkeypat
     assert second == pytest.approx(0.95 * budget)
 
 
+class Constant(clocks.HostClock):
+    """A clock of a GPU by its own account: the sixth time, which is that of a launch, is tiny, all others the same."""
+
+    meaningful = True
+
+    def __init__(self):
+        super().__init__()
+        self.times = iter([1e-3] * 5 + [1e-12])
+
+    def measure(self, call, *, seconds=0.1, capture="required"):
+        call()
+        time = next(self.times, 1e-3)
+        return clocks.Timing(time, time, time, 5, 2 * time, capture == "required")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("sections", "status", "verdict"),
+    [(("ceilings", "batches", "linear"), 1, "fails"), (("ceilings",), 0, "not measured here")],
+)
+def test_a_run_on_a_gpu_ends_with_its_bounds_and_the_status_that_they_give(
+    monkeypatch, tmp_path, capsys, sections, status, verdict
+):
+    """Tiny batches, whose millisecond is far beyond what the ceilings of the same clock allow, and no batches."""
+    monkeypatch.setattr(checks, "run_all", lambda todo, **_: iter([(check, None) for check in todo]))
+    monkeypatch.setattr(checks, "run_marked_tests", lambda folder, seconds: None)
+    monkeypatch.setattr(run, "clock", Constant)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(run, "SECTIONS", {name: run.SECTIONS[name] for name in sections})
+    scale = replace(SMOKE, mix_requests=2)
+    assert run.measure_gpu(scale, tmp_path, quick=True, smoke=False, max_autotune=False) == status
+    record = files.read_json(tmp_path / "gpu_cpu.json")
+    assert (record["timings"], record["complete"]) == ("device events", True)
+    assert (record["checks"]["skipped"], set(record["sections"])) == ([], set(sections))
+    assert record["sensors"].startswith("no nvidia-smi, and torch: ")
+    assert set(record["sections"]["ceilings"]["sensors"]) == {"missing"}
+    found = {bound["name"]: bound["verdict"] for bound in record["bounds"]}
+    assert found["batches: time over the limit and launches"] == verdict
+    assert found["all sections: limit of the card over the time"] == ("holds" if status else "not measured here")
+    assert f"written to {(tmp_path / 'gpu_cpu.json').as_posix()} after" in capsys.readouterr().out
+
+
 def test_a_budget_is_a_time(capsys):
     assert parse("--budget", "280").budget == 280
     for text in ("0", "-1", "nan", "inf", "soon"):
