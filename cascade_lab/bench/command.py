@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--cpu",
         action="store_true",
-        help="measure the CPU instead of a GPU: import, torch backend against SDPA, plans, regions, memory, merges "
-        "over ranks, notebook",
+        help="measure the CPU instead of a GPU: import, torch backend against SDPA, plans, regions, memory, host time "
+        "of calls, merges over ranks, notebook",
     )
     kind.add_argument(
         "--smoke", action="store_true", help="run every section at tiny sizes, without a GPU too; times mean nothing"

@@ -144,6 +144,7 @@ def measure_cpu(output: Path, *, quick: bool) -> int:
         ("plans", lambda: plans(3 if quick else 7)),
         ("regions", lambda: regions(3 if quick else 7)),
         ("memory", lambda: memory(MEMORY_LENGTHS[:2] if quick else MEMORY_LENGTHS)),
+        ("host", lambda: host(5 if quick else 15)),
         ("ranks", lambda: ranks(7 if quick else 41)),
         ("notebook", notebook_time),
     )
@@ -348,6 +349,21 @@ def _time_merges(rounds: int, shape: list[int]) -> dict[str, list[float]]:
     for call in together.values():  # opens connections
         call()
     return dict(take_turns(together, rounds, clock=time.perf_counter, before=dist.barrier).seconds)
+
+
+def host(rounds: int) -> Iterator[Row]:
+    """What the host pays for a call, in launches of a one-argument kernel; compiled for a GPU that need not be here."""
+    from cascade_lab.evidence import compiled
+
+    try:
+        found = compiled.in_child(f"host_ratios({rounds})", module="cascade_lab.bench.host")
+    except RuntimeError as error:
+        yield Row("host", "calls / one-argument launch", None, "x", note=str(error))
+        return
+    for one in found:
+        name = f"{one['call']} / one-argument launch"
+        note = f"{one['launches']} launch{'es' if one['launches'] > 1 else ''}"
+        yield Row("host", name, one["ratio"], "x", low=one["low"], high=one["high"], note=note)
 
 
 def notebook_time() -> Iterator[Row]:

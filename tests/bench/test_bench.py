@@ -23,7 +23,7 @@ from cascade_lab.bench.cpu import Row
 from cascade_lab.bench.gpu import ahead, comparison, report, run, session, verify
 from cascade_lab.bench.record import place, write_record
 from cascade_lab.cli import main
-from cascade_lab.evidence import checks
+from cascade_lab.evidence import checks, compiled
 from cascade_lab.pictures import gpu as gpu_pictures
 from tests.bench.perfect import CARD, record_of
 from tests.limits import HANGS_LONG_S
@@ -199,6 +199,43 @@ def test_merges_over_ranks_are_timed_against_a_bare_all_reduce(monkeypatch):
     assert [row.name.split(":")[0].split(", ")[1] for row in (auto, reduce, gather)] == ["auto", "reduce", "gather"]
     assert (auto.bound, reduce.bound, gather.bound) == (cpu.RANKS_BOUND, None, None)
     assert all(0 < row.low <= row.value <= row.high for row in (auto, reduce, gather))
+
+
+def test_host_time_is_in_launches_of_one_argument_or_the_reason_is_named(monkeypatch):
+    asked = []
+
+    def in_child(expression, module):
+        asked.append((expression, module))
+        return [
+            {"call": "attention", "ratio": 30.5, "low": 29.0, "high": 33.0, "launches": 1},
+            {"call": "cascade_attention, cascade", "ratio": 45.0, "low": 44.0, "high": 46.0, "launches": 3},
+        ]
+
+    monkeypatch.setattr(compiled, "in_child", in_child)
+    one, three = cpu.host(5)
+    assert asked == [("host_ratios(5)", "cascade_lab.bench.host")]
+    assert one == Row("host", "attention / one-argument launch", 30.5, "x", None, 29.0, 33.0, "1 launch")
+    assert (three.value, three.note, three.verdict) == (45.0, "3 launches", "recorded")
+
+    def refused(expression, module):
+        raise RuntimeError("host.host_ratios(5) failed: no Triton")
+
+    monkeypatch.setattr(compiled, "in_child", refused)
+    (row,) = cpu.host(5)
+    assert (row.verdict, row.note) == ("not measured here", "host.host_ratios(5) failed: no Triton")
+
+
+@pytest.mark.long
+@needs_triton
+def test_calls_are_launched_up_to_the_launcher_in_a_process_of_their_own():
+    rows = {row.name.removesuffix(" / one-argument launch"): row for row in cpu.host(2)}
+    launches = {name: int(row.note.split()[0]) for name, row in rows.items()}
+    names = ("attention", "cascade_attention, fused", "cascade_attention, cascade", "merge_state")
+    assert list(launches) == [*names, *(f"{name}, unchecked" for name in names)]
+    assert [launches[name] for name in names] == [launches[f"{name}, unchecked"] for name in names]
+    assert launches["attention"] == launches["cascade_attention, fused"] == launches["merge_state"] == 1
+    assert launches["cascade_attention, cascade"] > 1
+    assert all(0 < row.low <= row.value <= row.high for row in rows.values())
 
 
 SMOKE_WITHOUT_NOTEBOOK_TOOLS = """
