@@ -11,8 +11,9 @@ from cascade_lab import regions, runtime
 from cascade_lab.applicability import check_applicability
 from cascade_lab.attention import attention
 from cascade_lab.drafts import DraftTree, VerifyBatch
-from cascade_lab.levels import Ledger, Level, cascade_attention, ledger
+from cascade_lab.levels import Ledger, Level, cascade_attention, check_plan, ledger, shared_prefix_levels
 from cascade_lab.prefix import (
+    PrefixHitBatch,
     effective_hit,
     hand_over,
     interactions,
@@ -60,6 +61,7 @@ __all__ = [
     "Level",
     "MLA",
     "NSA",
+    "PrefixHitBatch",
     "SinkWindow",
     "SlidingWindow",
     "State",
@@ -69,6 +71,7 @@ __all__ = [
     "attention",
     "cascade_attention",
     "check_applicability",
+    "check_plan",
     "effective_hit",
     "hand_over",
     "interactions",
@@ -88,6 +91,7 @@ __all__ = [
     "remaining_scattered",
     "runtime",
     "scale_breakdown",
+    "shared_prefix_levels",
     "should_cascade",
 ]
 

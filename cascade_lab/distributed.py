@@ -32,7 +32,8 @@ from torch.autograd.function import once_differentiable
 
 from cascade_lab import _checks, _wire, paging, runtime
 from cascade_lab._passes import check_heads
-from cascade_lab.levels import Level, _checked_plan, cascade_attention
+from cascade_lab.backends import Call
+from cascade_lab.levels import Level, _attend_levels, _checked_plan
 from cascade_lab.sharding import (
     Shard,
     _check_counted_once,
@@ -245,18 +246,8 @@ def sharded_attention(
     def attend() -> State:
         own = plan()
         wide = torch.promote_types(torch.float32, q.dtype) if isinstance(q, Tensor) else None
-        return cascade_attention(
-            q,
-            local_cache.k_cache,
-            local_cache.v_cache,
-            own,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            num_splits=num_splits,
-            out_dtype=wide,
-            reads=reads,
-            backend=backend,
-        )
+        call = Call(softmax_scale, softcap, num_splits, wide, reads, backend)
+        return _attend_levels(q, local_cache.k_cache, local_cache.v_cache, own, call, whole=False)
 
     if runtime.checks_enabled():
         _check_each_key_once(plan, q, local_cache, levels, replicated, group, where, backend)
@@ -363,17 +354,9 @@ def _attend_to(q, k, v, levels, wide, softmax_scale, softcap, num_splits, reads,
             q.new_zeros((*q.shape[:2], v.shape[2]), dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
         )
     page_size = levels[0].page_size
-    return cascade_attention(
-        q,
-        *(x.view(len(x) // page_size, page_size, *x.shape[1:]) for x in (k, v)),
-        [_on(level, q.device) for level in levels],
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        num_splits=num_splits,
-        out_dtype=wide,
-        reads=reads,
-        backend=backend,
-    )
+    k_cache, v_cache = (x.view(len(x) // page_size, page_size, *x.shape[1:]) for x in (k, v))
+    call = Call(softmax_scale, softcap, num_splits, wide, reads, backend)
+    return _attend_levels(q, k_cache, v_cache, [_on(level, q.device) for level in levels], call, whole=False)
 
 
 def _on(level: Level, device: torch.device) -> Level:

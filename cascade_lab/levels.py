@@ -13,6 +13,9 @@ request, as in verification. A cascade lowers reads per request and leaves disti
 lowers pairs and leaves distinct keys and reads per request alone; reads per row tile fall with the pairs, for there are
 fewer tiles. All three are loads by a multiprocessor. Which of the repeated ones the L2 cache answers, and so the DRAM
 traffic, is another matter, and bytes are not time.
+
+The partition is the caller's to make: `shared_prefix_levels` makes one from what requests share, and `check_plan` tells
+whether one that was made by hand shows each row its keys once.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ from cascade_lab.backends import Call
 from cascade_lab.paging import Layout
 from cascade_lab.states import State
 
-__all__ = ["Ledger", "Level", "cascade_attention", "ledger"]
+__all__ = ["Ledger", "Level", "cascade_attention", "check_plan", "ledger", "shared_prefix_levels", "sharing_order"]
 
-# page-table entries that the ledger looks at together
+# page-table entries that the ledger looks at together, and keys of rows that `check_plan` does
 SPAN_BLOCK = 1 << 22
+# page-table entries up to which `cascade_attention` itself looks for keys that a row would see twice
+CHEAP_ENTRIES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,11 @@ def cascade_attention(
 ) -> State:
     """Attention of the same rows over several levels of keys, merged.
 
-    The levels must deal each visible key to a row once: a key in two levels is counted twice. Partial states of all
-    levels and all KV splits stay in float32 and go through one reduction; one level with one split needs none.
+    The levels must deal each visible key to a row once: a key in two levels is counted twice. That is refused here
+    where it is cheap to see, in plans of up to 262,144 page-table entries, and so is a causal level that leaves several
+    rows of a request without a key, so that they cannot differ: a shared prefix that reaches beyond the computed
+    tokens. Only `check_plan` compares a plan with what its rows are to see. Partial states of all levels and all KV
+    splits stay in float32 and go through one reduction; one level with one split needs none.
 
     Args:
         q: `[T, H_q, D]`, k_cache `[num_pages, page_size, H_kv, D]`, v_cache `[num_pages, page_size, H_kv, D_v]`, as in
@@ -100,7 +108,23 @@ def cascade_attention(
     Two levels are the cascade of FlashInfer (Ye et al., 2024) and the shared-prefix attention of Hydragen (Juravsky et
     al., 2024, arXiv:2402.05099).
     """
-    backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, backend, layout)
+    call = Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend)
+    return _attend_levels(q, k_cache, v_cache, levels, call, layout, window_size=window_size)
+
+
+def _attend_levels(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    levels: Sequence[Level],
+    call: Call,
+    layout: Layout = "NHD",
+    *,
+    window_size: tuple[int, int] | None = None,
+    whole: bool = True,
+) -> State:
+    """`cascade_attention`; not `whole` is a rank's part of a plan, whose rows have other keys elsewhere."""
+    backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, call.backend, layout)
     if window_size not in (None, (-1, -1), [-1, -1], (None, None)):
         raise ValueError(
             f"window_size: expected (-1, -1), for a window moves with each row and levels are shared by rows, "
@@ -127,7 +151,11 @@ def cascade_attention(
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
-    return run_passes(q, passes, Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend))
+    if whole and len(levels) > 1 and runtime.checks_enabled():
+        _check_own_keys(levels)
+        if sum(level.page_table.numel() for level in levels) <= CHEAP_ENTRIES:
+            _check_apart(levels)
+    return run_passes(q, passes, call._replace(backend=backend))
 
 
 def _check_levels(levels: Sequence[Level]) -> None:
@@ -173,6 +201,166 @@ def _at_granularity(
     k, v = (x.as_strided((pages, fine, *x.shape[2:]), (fine * x.stride(1), *x.stride()[1:])) for x in caches)
     slot = level.page_table.long() * fine
     return k, v, ((slot // coarse * pitch + slot % coarse) // fine).to(torch.int32)
+
+
+def shared_prefix_levels(
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    computed_lens: torch.Tensor | None = None,
+    page_size: int = 16,
+    *,
+    causal: bool = True,
+    tree_mask: torch.Tensor | None = None,
+    tail_seqlens: torch.Tensor | None = None,
+    max_shared_levels: int | None = None,
+    min_shared_tokens: int = 1,
+) -> tuple[Level, ...]:
+    """The plan of a batch that reads each shared prefix once for all its readers: groups, nested where they nest.
+
+    Requests share a page when their tables name it in the same place with all pages before it. Neighbours that do make
+    a group, which reads these pages as one request of all its rows; within a group those that share more make groups
+    of the next level, and what is a request's own is read in the last level, with its masks. Rows are packed, so that
+    only neighbours can be a group: `sharing_order` says how to order a batch.
+
+    Args:
+        page_table: `[R, max_pages]` int32, one row per request, all of its tokens.
+        cache_seqlens: `[R]` int32, tokens per request, those of its rows included.
+        cu_seqlens_q: `[R + 1]` int32 row offsets.
+        computed_lens: `[R]` int32, tokens whose keys were in the cache before this step. Nothing beyond is shared,
+            nor any token behind which a row stands, and a shared part ends with a whole page.
+        page_size: tokens per page.
+        causal, tree_mask, tail_seqlens: how rows see the end of their own keys, as in `attention`; a tree mask takes
+            the place of `causal`.
+        max_shared_levels: at most so many levels before the last, the outermost first; None for all.
+        min_shared_tokens: a group that shares fewer further tokens is not formed.
+
+    Returns:
+        The shared levels from the outermost in, and the last level; this alone when nothing is shared. Each row sees
+        the keys that it would see in one `attention` over the whole tables, each once.
+
+    Raises:
+        TypeError, ValueError: shapes that do not agree, lengths beyond a table, or numbers out of range.
+
+    FlashInfer's multi-level cascade takes such levels, and vLLM's cascade attention has the rule on computed tokens.
+    """
+    if tree_mask is None and tail_seqlens is not None:
+        raise ValueError("tail_seqlens: expected None without tree_mask, given a tensor")
+    own = Level(cu_seqlens_q, page_table, cache_seqlens, page_size, name="own", tree_mask=tree_mask)
+    own = replace(_checked_counts(own), causal=causal and tree_mask is None, tail_seqlens=tail_seqlens)
+    page_size, device = own.page_size, page_table.device
+    most = None if max_shared_levels is None else _checks.integer("max_shared_levels", max_shared_levels, 0)
+    least = _checks.integer("min_shared_tokens", min_shared_tokens, 1)
+    cu, lens, table = (x.cpu().numpy().astype(np.int64) for x in (cu_seqlens_q, cache_seqlens, page_table))
+    rows = np.diff(cu)
+    sharable = _sharable_pages(own, computed_lens)
+    segments, shared = _nested_groups(table, sharable, np.flatnonzero(rows > 0), page_size, most, least)
+    levels = []
+    for depth, groups in enumerate(segments):
+        levels.append(_group_level(groups, cu, table, page_size, f"shared {depth}", device))
+    column = shared[:, None] + np.arange(max(0, table.shape[1] - int(shared.min(initial=table.shape[1]))))
+    rest = np.where(rows > 0, lens - shared * page_size, 0)
+    used = np.arange(column.shape[1]) < paging.pages_needed(rest, page_size)[:, None]
+    pages = np.where(used, np.take_along_axis(table, np.minimum(column, max(0, table.shape[1] - 1)), 1), -1)
+    pages = pages[:, : int(used.sum(1).max(initial=0))]
+    last = replace(
+        own,
+        page_table=torch.from_numpy(pages.astype(np.int32)).to(device),
+        cache_seqlens=torch.from_numpy(rest.astype(np.int32)).to(device),
+        max_seqlen_q=int(rows.max(initial=0)),
+    )
+    return (*levels, last)
+
+
+def sharing_order(
+    page_table: torch.Tensor, cache_seqlens: torch.Tensor, computed_lens: torch.Tensor, page_size: int = 16
+) -> torch.Tensor:
+    """`[R]` int64: the requests in an order in which those that share most are neighbours.
+
+    By their page ids, first page first, as far as they are computed. Take tables, lengths and rows in this order, and
+    `shared_prefix_levels` finds every group.
+
+    Args:
+        page_table, cache_seqlens, computed_lens, page_size: as in `shared_prefix_levels`.
+
+    Raises:
+        TypeError, ValueError: as `shared_prefix_levels`.
+    """
+    nothing = torch.zeros(len(page_table) + 1, dtype=torch.int32, device=page_table.device)
+    level = _checked_counts(Level(nothing, page_table, cache_seqlens, page_size))
+    sharable = _sharable_pages(level, computed_lens)
+    table = page_table.cpu().numpy().astype(np.int64)
+    table = np.where(np.arange(table.shape[1]) < sharable[:, None], table, -1)
+    keys = table.T[::-1] if table.shape[1] else np.zeros((1, len(table)))
+    return torch.from_numpy(np.lexsort(keys)).to(page_table.device)
+
+
+def _sharable_pages(level: Level, computed_lens: torch.Tensor | None) -> np.ndarray:
+    """Whole pages of each request that lie before all of its rows' own keys and are computed."""
+    lens = level.cache_seqlens.cpu().numpy().astype(np.int64)
+    limit = lens
+    if level.tree_mask is not None and level.tail_seqlens is not None:
+        limit = lens - level.tail_seqlens.cpu().numpy()
+    elif level.tree_mask is not None or level.causal:
+        limit = lens - np.diff(level.cu_seqlens_q.cpu().numpy())
+    if computed_lens is not None:
+        _checks.tensor("computed_lens", computed_lens, "[R]", (len(lens),))
+        limit = np.minimum(limit, computed_lens.cpu().numpy())
+    return np.maximum(limit, 0) // level.page_size
+
+
+def _nested_groups(
+    table: np.ndarray, sharable: np.ndarray, active: np.ndarray, page_size: int, most: int | None, least: int
+) -> tuple[list[list[tuple[int, int, int, int]]], np.ndarray]:
+    """Groups (first request, last request, first page, last page + 1) of each depth, and each request's shared pages.
+
+    A group's pages are those that all its requests share and that no group around it reads already.
+    """
+    groups: list[list[tuple[int, int, int, int]]] = []
+    shared = np.zeros(len(table), np.int64)
+    # members, pages that all of them share, pages read by the groups around them, how many these are
+    waiting = [(active, 0, 0, 0)]
+    while waiting:
+        members, same, read, depth = waiting.pop()
+        end = int(sharable[members].min()) if len(members) > 1 else same
+        differ = (table[members, same:end] != table[members[:1], same:end]).any(0)
+        end = same + int(differ.argmax()) if differ.any() else end
+        if len(members) > 1 and (end - read) * page_size >= least and (most is None or depth < most):
+            groups += [[]] * (depth + 1 - len(groups))
+            groups[depth] = [*groups[depth], (int(members[0]), int(members[-1]), read, end)]
+            read, depth = end, depth + 1
+        shared[members] = read
+        if len(members) < 2 or end >= table.shape[1]:
+            continue
+        # neighbours that also have the next page in common
+        page = np.where(sharable[members] > end, table[members, end], -1 - np.arange(len(members)))
+        cuts = np.flatnonzero(np.diff(page)) + 1
+        waiting += [(run, end, read, depth) for run in np.split(members, cuts) if len(run) > 1]
+    return groups, shared
+
+
+def _group_level(groups, cu: np.ndarray, table: np.ndarray, page_size: int, name: str, device) -> Level:
+    """The rows of each group over its pages; rows between groups are requests without keys."""
+    offsets, lengths, tables = [0], [], []
+    for first, last, start, end in sorted(groups):
+        if cu[first] > offsets[-1]:
+            offsets.append(int(cu[first]))
+            lengths.append(0)
+            tables.append(table[first, :0])
+        offsets.append(int(cu[last + 1]))
+        lengths.append((end - start) * page_size)
+        tables.append(table[first, start:end])
+    if offsets[-1] < cu[-1]:
+        offsets.append(int(cu[-1]))
+        lengths.append(0)
+        tables.append(table[0, :0])
+    pages = np.full((len(tables), max(map(len, tables))), -1, np.int32)
+    for row, ids in zip(pages, tables, strict=True):
+        row[: len(ids)] = ids
+    tensors = (np.asarray(offsets, np.int32), pages, np.asarray(lengths, np.int32))
+    cu_seqlens_q, page_table, cache_seqlens = (torch.from_numpy(x).to(device) for x in tensors)
+    most = max(np.diff(offsets).tolist())
+    return Level(cu_seqlens_q, page_table, cache_seqlens, page_size, name=name, max_seqlen_q=most)
 
 
 @dataclass(frozen=True)
@@ -281,6 +469,184 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         _passes=tuple(shape for x in parts for shape in x._passes),
         **heads,
     )
+
+
+def check_plan(levels: Sequence[Level], whole: Level | None = None) -> None:
+    """Refuse a plan in which a row sees a key twice, or other keys than it is to see.
+
+    Exact, key by key and mask by mask, in time that grows with the pairs of the plan: for a test, or for the first of
+    many calls, not for each.
+
+    Args:
+        levels: the plan, as for `cascade_attention`.
+        whole: one level that shows every row exactly what the plan is to show it, such as all tokens of each request,
+            causal, in the cache's own pages. Keys are compared by slot, so copied pages are other keys. When absent,
+            keys in two levels and causal rows that cannot differ are looked for, and missing ones cannot be known.
+
+    Raises:
+        TypeError, ValueError: as `ledger`; a key that a row sees twice, one that `whole` does not show it, as when a
+            shared level reaches beyond the computed tokens, or one that no level shows it, with row, level and slot.
+    """
+    given = [*levels, whole] if isinstance(levels, Sequence) and whole is not None else levels
+    checked = _checked_plan(given)
+    plan = checked if whole is None else checked[:-1]
+    if not plan:
+        raise ValueError("levels: expected at least one Level, given none")
+    tables = [_slots_of(level) for level in checked]
+    num_slots = max([1, *(int(slots.max()) + 1 for slots, _ in tables if slots.size)])
+    cost = np.zeros(int(plan[0].cu_seqlens_q[-1]), np.int64)
+    for level, (_, keys) in zip(checked, tables, strict=True):
+        cost += np.repeat(keys, np.diff(level.cu_seqlens_q.cpu().numpy()))
+    block = cost.cumsum() // SPAN_BLOCK
+    for start in np.flatnonzero(np.diff(block, prepend=-1)):
+        rows = int(start), int(np.searchsorted(block, block[start], side="right"))
+        seen = [_seen(level, *table, rows, num_slots) for level, table in zip(checked, tables, strict=True)]
+        _check_seen(plan, seen[: len(plan)], seen[-1] if whole is not None else None, num_slots)
+    if whole is None:
+        _check_own_keys(plan)
+
+
+def _check_seen(plan: Sequence[Level], seen: Sequence[np.ndarray], expected, num_slots: int) -> None:
+    """Compare what the levels show, each a sorted array of row * num_slots + slot, with one another and `expected`."""
+
+    def holders(key: int) -> list[str]:
+        return [f"levels[{i}] {plan[i].name!r}" for i, keys in enumerate(seen) for x in (keys == key).nonzero()[0]]
+
+    every = np.sort(np.concatenate(seen))
+    twice = every[1:][every[1:] == every[:-1]]
+    if len(twice):
+        row, slot = divmod(int(twice[0]), num_slots)
+        one, other, *_ = holders(twice[0])
+        raise ValueError(
+            f"levels: expected each key of a row once, given slot {slot} twice for row {row}: in {one} and in {other}"
+        )
+    if expected is None:
+        return
+    foreign = np.setdiff1d(every, expected, assume_unique=True)
+    if len(foreign):
+        row, slot = divmod(int(foreign[0]), num_slots)
+        raise ValueError(
+            f"{holders(foreign[0])[0]}: expected keys that whole shows row {row}, given slot {slot}, which it does not "
+            f"({len(foreign)} such keys of rows)"
+        )
+    missing = np.setdiff1d(expected, every, assume_unique=True)
+    if len(missing):
+        row, slot = divmod(int(missing[0]), num_slots)
+        raise ValueError(
+            f"levels: expected every key that whole shows row {row}, given none at slot {slot} "
+            f"({len(missing)} such keys of rows)"
+        )
+
+
+def _slots_of(level: Level) -> tuple[np.ndarray, np.ndarray]:
+    """`[R, longest]` int64 slots of the tokens of requests with rows, arbitrary behind a length, and their lengths."""
+    keys = level.cache_seqlens.cpu().numpy().astype(np.int64)
+    keys = np.where(np.diff(level.cu_seqlens_q.cpu().numpy()) > 0, keys, 0)
+    table, token = level.page_table.cpu().numpy().astype(np.int64), np.arange(keys.max(initial=0))
+    slots = table[:, token // level.page_size] * level.page_size + token % level.page_size
+    return np.where(token < keys[:, None], slots, 0), keys
+
+
+def _seen(level: Level, slots: np.ndarray, keys: np.ndarray, rows: tuple[int, int], num_slots: int) -> np.ndarray:
+    """row * num_slots + slot of every key that these rows see in the level, sorted."""
+    cu = level.cu_seqlens_q.cpu().numpy().astype(np.int64)
+    row = np.arange(*rows)
+    request = np.searchsorted(cu, row, side="right") - 1
+    longest = int(keys[request].max(initial=0))
+    token = np.arange(longest)
+    visible = token < keys[request, None]
+    if level.causal:
+        visible &= token <= (row - cu[request + 1] + keys[request])[:, None]
+    if level.tree_mask is not None:
+        tails = np.diff(cu) if level.tail_seqlens is None else level.tail_seqlens.cpu().numpy().astype(np.int64)
+        words = np.ascontiguousarray(level.tree_mask[slice(*rows)].cpu().numpy())
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").astype(bool)
+        bit = token - (keys - tails)[request, None]
+        visible &= (bit < 0) | np.take_along_axis(bits, np.clip(bit, 0, bits.shape[1] - 1), 1)
+    return np.sort((row[:, None] * num_slots + slots[request, :longest])[visible])
+
+
+def _check_own_keys(levels: Sequence[Level]) -> None:
+    """Refuse a causal level that leaves two rows of a request without a key, so that both see the same keys.
+
+    One row may be left so: its own key then ends an earlier level.
+    """
+    counts = [(x.cu_seqlens_q.cpu().numpy().astype(np.int64), x.cache_seqlens.cpu().numpy()) for x in levels]
+    for i, (level, (cu, keys)) in enumerate(zip(levels, counts, strict=True)):
+        blind = np.diff(cu) - keys if level.causal else np.zeros(0)
+        for r in np.flatnonzero(blind >= 2):
+            others, told_apart = 0, False
+            for j, (other, (offsets, lengths)) in enumerate(zip(levels, counts, strict=True)):
+                if j != i:
+                    first, second = np.searchsorted(offsets, [cu[r], cu[r] + 1], side="right") - 1
+                    masked = other.causal or other.tree_mask is not None
+                    told_apart |= first != second or bool(masked and lengths[first])
+                    others += int(lengths[first])
+            if others and not told_apart:
+                raise ValueError(
+                    f"levels[{i}] {level.name!r}: expected at least {cu[r + 1] - cu[r] - 1} keys for the "
+                    f"{cu[r + 1] - cu[r]} causal rows of request {r}, given {keys[r]}: its first {blind[r]} rows see "
+                    f"the same keys, some of them behind a row; a shared prefix has to end before the rows' own keys"
+                )
+
+
+def _check_apart(levels: Sequence[Level]) -> None:
+    """Refuse a slot that some row sees in two levels. Levels of different slots, the usual case, need one sort."""
+    spans = [_slot_spans(level) for level in levels]
+    starts, ends = (np.concatenate(x) for x in zip(*spans, strict=True))
+    if _size(*_united(starts, ends)) == sum(_size(*span) for span in spans):
+        return
+    rectangles = _rectangles(levels)
+    clash = _first_clash(rectangles)
+    if clash is None:
+        return
+    slot, (*_, one), (_, _, row, _, other) = clash
+    if any(level.causal or level.tree_mask is not None for level in (levels[one], levels[other])):
+        # masks may deal out keys that both levels hold
+        if int(((rectangles[:, 1] - rectangles[:, 0]) * (rectangles[:, 3] - rectangles[:, 2])).sum()) <= SPAN_BLOCK:
+            check_plan(levels)
+        return
+    raise ValueError(
+        f"levels: expected each key of a row once, given slot {slot} twice for row {row}: in levels[{one}] "
+        f"{levels[one].name!r} and in levels[{other}] {levels[other].name!r}"
+    )
+
+
+def _rectangles(levels: Sequence[Level]) -> np.ndarray:
+    """What the rows of `levels` read: `[n, 5]` int64 of slot start, slot stop, row start, row stop, level."""
+    parts = [np.zeros((0, 5), np.int64)]
+    for i, level in enumerate(levels):
+        cu = level.cu_seqlens_q.cpu().numpy().astype(np.int64)
+        table = level.page_table.cpu().numpy().astype(np.int64)
+        left = level.cache_seqlens.cpu().numpy().astype(np.int64)[:, None]
+        left = left - np.arange(table.shape[1]) * level.page_size
+        request, column = np.nonzero((left > 0) & (np.diff(cu) > 0)[:, None])
+        start = table[request, column] * level.page_size
+        stop = start + np.minimum(left[request, column], level.page_size)
+        parts.append(np.stack((start, stop, cu[request], cu[request + 1], np.full_like(start, i)), axis=1))
+    return np.concatenate(parts)
+
+
+def _first_clash(rectangles: np.ndarray) -> tuple[int, np.ndarray, np.ndarray] | None:
+    """A slot that two rectangles give to one row, and these two, the one with later rows behind; None if there is none.
+
+    Args:
+        rectangles: `[n, 4 or more]` int64 of slot start, slot stop, row start, row stop, and what tells them apart.
+    """
+    start, stop = rectangles[:, 0], rectangles[:, 1]
+    edges = np.unique(np.concatenate((start, stop)))
+    first, last = np.searchsorted(edges, start), np.searchsorted(edges, stop)
+    # one entry for each stretch between edges that a rectangle covers
+    origin = np.repeat(np.arange(len(rectangles)), last - first)
+    stretch = np.arange(len(origin)) - np.repeat((last - first).cumsum() - (last - first) - first, last - first)
+    order = np.lexsort((rectangles[origin, 2], stretch))
+    origin, stretch = origin[order], stretch[order]
+    rows_meet = rectangles[origin[1:], 2] < rectangles[origin[:-1], 3]
+    clash = np.flatnonzero((stretch[1:] == stretch[:-1]) & rows_meet)
+    if not len(clash):
+        return None
+    at = clash[0]
+    return int(edges[stretch[at]]), rectangles[origin[at]], rectangles[origin[at + 1]]
 
 
 def _checked_plan(levels: Sequence[Level]) -> list[Level]:

@@ -20,13 +20,15 @@ from fractions import Fraction
 import torch
 
 from cascade_lab import _checks, paging
-from cascade_lab.levels import Level
+from cascade_lab.levels import Level, shared_prefix_levels
 from cascade_lab.regions import triangle
 
 __all__ = [
     "ENGINE_RULES",
     "KINDS",
+    "PREFILL_PLANS",
     "PrefillTerms",
+    "PrefixHitBatch",
     "TTFT_TERMS",
     "effective_hit",
     "executed_tiles",
@@ -46,6 +48,8 @@ KINDS = ("interaction", "linear", "fixed", "transfer", "other")
 """What a bucket of prefill time may scale with, as `scale_breakdown` takes it."""
 ENGINE_RULES = ("whole pages", "never the last page")
 """How engines cut a match down to the hit that they use, as `effective_hit` takes it."""
+PREFILL_PLANS = ("causal", "split", "shared")
+"""What `PrefixHitBatch.levels` may be asked for."""
 TTFT_TERMS = {
     "dense causal interactions": "interaction_scale",
     "FFN and projections": "linear_scale",
@@ -274,6 +278,124 @@ def prefix_hit_levels(
         Level(rows, page_table, cached, page_size, name="rectangle", max_seqlen_q=most),
         Level(rows, suffix, prompts - cached, fine, causal=True, name="triangle", max_seqlen_q=most),
     )
+
+
+class PrefixHitBatch:
+    """A batch of prompts whose first tokens are cached: its pages, where its new tokens go, and the plans over them.
+
+    Rows are the tokens that are left to compute, packed by request: those from H to N - 1 of each prompt.
+    """
+
+    def __init__(
+        self,
+        prompt_lens: Sequence[int],
+        hits: Sequence[int],
+        page_size: int = 16,
+        *,
+        page_table: torch.Tensor | None = None,
+        num_pages: int | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        """Allocate pages, or take an engine's.
+
+        Args:
+            prompt_lens: N per request, at least 1.
+            hits: H per request, from 0 to N; `effective_hit` says what an engine reuses.
+            page_size: tokens per page.
+            page_table: `[R, max_pages]` int32 with the pages of whole prompts, on the CPU or elsewhere; consecutive
+                ones are handed out when absent. Requests may share the pages of their hits. A new token has a slot
+                that nobody else reads or writes.
+            num_pages: pages of the cache, to refuse a batch that does not fit; the smallest number by default.
+            device: where tensors are, unless `page_table` says so.
+
+        Raises:
+            TypeError, ValueError: as `prefix_hit_levels`; pages that do not exist, or a new token in a slot of another.
+        """
+        self.page_size = _checks.integer("page_size", page_size, 1)
+        lengths, found = _checks.integer_list("prompt_lens", prompt_lens, 1), _checks.integer_list("hits", hits)
+        num_pages = None if num_pages is None else _checks.integer("num_pages", num_pages, 0)
+        if page_table is None:
+            page_table = paging.build_page_table(lengths, self.page_size).to(device)
+        self.prompt_lens, self.hits = tuple(lengths), tuple(found)
+        self._plans = {
+            "causal": prefix_hit_levels(lengths, found, self.page_size, page_table=page_table),
+            "split": prefix_hit_levels(lengths, found, self.page_size, split=True, page_table=page_table),
+        }
+        (whole,) = self._plans["causal"]
+        self.page_table, self.cache_seqlens, self.cu_seqlens_q = page_table, whole.cache_seqlens, whole.cu_seqlens_q
+        column = torch.arange(page_table.shape[1], device=page_table.device)
+        used = column < paging.pages_needed(self.cache_seqlens.long(), self.page_size)[:, None]
+        needed = int(page_table[used].max()) + 1 if used.any() else 0
+        if num_pages is not None and num_pages < needed:
+            raise ValueError(
+                f"num_pages: expected at least {needed} pages of {self.page_size} tokens, given {num_pages}"
+            )
+        self.num_pages = needed if num_pages is None else num_pages
+        paging.check_page_table(page_table, self.cache_seqlens, self.num_pages, self.page_size)
+        slots, times = torch.cat((self.suffix_slots(), self.prefix_slots().unique())).unique(return_counts=True)
+        if (times > 1).any():
+            raise ValueError(
+                f"page_table: expected a slot of its own for every new token, given slot {int(slots[times > 1][0])} "
+                f"for one that another request has too"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows T of the batch: tokens to compute."""
+        return sum(self.row_counts)
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Query rows of each request, N - H."""
+        return tuple(n - hit for n, hit in zip(self.prompt_lens, self.hits, strict=True))
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[T]` int64: the position in its prompt of each row."""
+        parts = [torch.arange(hit, n) for n, hit in zip(self.prompt_lens, self.hits, strict=True)]
+        return torch.cat(parts or [torch.zeros(0, dtype=torch.int64)]).to(self.page_table.device)
+
+    def prefix_slots(self, r: int | None = None) -> torch.Tensor:
+        """Flat slots (page x page_size + offset) of request r's cached tokens, `[H]` int64; of all requests without r.
+
+        Raises:
+            TypeError, ValueError: no such request.
+        """
+        return self._slots(r, [0] * len(self.hits), self.hits)
+
+    def suffix_slots(self, r: int | None = None) -> torch.Tensor:
+        """Flat slots of request r's new tokens, `[N - H]` int64; without r of all requests, a slot per row.
+
+        Raises:
+            TypeError, ValueError: no such request.
+        """
+        return self._slots(r, self.hits, self.prompt_lens)
+
+    def levels(self, plan: str = "causal") -> tuple[Level, ...]:
+        """The levels of one plan; the state of any plan is the same, and so are its pairs.
+
+        Args:
+            plan: "causal" (one level over prefix and suffix), "split" (rectangle and triangle), or "shared" (hits that
+                neighbours share are read once for all of them, as in `shared_prefix_levels`).
+
+        Raises:
+            ValueError: unknown plan.
+        """
+        if plan not in PREFILL_PLANS:
+            raise ValueError(f"plan: expected one of {PREFILL_PLANS}, given {plan!r}")
+        if plan != "shared":
+            return self._plans[plan]
+        hits = torch.tensor(self.hits, dtype=torch.int32, device=self.page_table.device)
+        return shared_prefix_levels(self.page_table, self.cache_seqlens, self.cu_seqlens_q, hits, self.page_size)
+
+    def _slots(self, r: int | None, starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+        table = self.page_table
+        if r is not None:
+            r = _checks.integer("r", r)
+            if not 0 <= r < len(self.hits):
+                raise ValueError(f"r: expected a request from 0 to {len(self.hits) - 1}, given {r}")
+            table, starts, ends = table[r : r + 1], starts[r : r + 1], ends[r : r + 1]
+        return paging.token_slots(table, ends, self.page_size, starts=starts)
 
 
 def scale_breakdown(

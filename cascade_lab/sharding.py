@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cascade_lab import _checks, paging
-from cascade_lab.levels import Ledger, Level, _checked_plan, ledger
+from cascade_lab.levels import Ledger, Level, _checked_plan, _first_clash, _rectangles, ledger
 from cascade_lab.regions import Dense, Region
 
 __all__ = [
@@ -396,18 +396,11 @@ def _key_rectangles(levels: Sequence[Level], page_ids: torch.Tensor, page_size: 
     Slots are of the whole cache, page_ids x page_size + offset, so the keys of different ranks can be compared.
     """
     ids = page_ids.cpu().numpy().astype(np.int64)
-    parts = [np.zeros((0, 5), np.int64)]
-    for i, level in enumerate(levels):
-        cu = level.cu_seqlens_q.cpu().numpy().astype(np.int64)
-        table = level.page_table.cpu().numpy().astype(np.int64)
-        left = level.cache_seqlens.cpu().numpy().astype(np.int64)[:, None]
-        left = left - np.arange(table.shape[1]) * level.page_size
-        request, column = np.nonzero((left > 0) & (np.diff(cu) > 0)[:, None])
-        fine = table[request, column] * level.page_size
-        start = ids[fine // page_size] * page_size + fine % page_size
-        stop = start + np.minimum(left[request, column], level.page_size)
-        parts.append(np.stack((start, stop, cu[request], cu[request + 1], np.full_like(start, i)), axis=1))
-    return np.concatenate(parts)
+    rectangles = _rectangles(levels)
+    local = rectangles[:, 0]
+    moved = ids[local // page_size] * page_size + local % page_size - local
+    rectangles[:, :2] += moved[:, None]
+    return rectangles
 
 
 def _check_counted_once(rectangles: np.ndarray) -> None:
@@ -421,21 +414,12 @@ def _check_counted_once(rectangles: np.ndarray) -> None:
     Raises:
         ValueError: naming the slot, the row, and the two places that count it.
     """
-    start, stop = rectangles[:, 0], rectangles[:, 1]
-    edges = np.unique(np.concatenate((start, stop)))
-    first, last = np.searchsorted(edges, start), np.searchsorted(edges, stop)
-    # one entry for each stretch between edges that a rectangle covers
-    origin = np.repeat(np.arange(len(rectangles)), last - first)
-    stretch = np.arange(len(origin)) - np.repeat((last - first).cumsum() - (last - first) - first, last - first)
-    order = np.lexsort((rectangles[origin, 2], stretch))
-    origin, stretch = origin[order], stretch[order]
-    rows_meet = rectangles[origin[1:], 2] < rectangles[origin[:-1], 3]
-    clash = np.flatnonzero((stretch[1:] == stretch[:-1]) & rows_meet)
-    if len(clash):
-        one, other = rectangles[origin[clash[0]]], rectangles[origin[clash[0] + 1]]
+    clash = _first_clash(rectangles)
+    if clash is not None:
+        slot, one, other = clash
         raise ValueError(
-            f"levels: expected each key of a row once over all ranks, given slot {edges[stretch[clash[0]]]} twice for "
-            f"row {other[2]}: in levels[{one[4]}] on rank {one[5]} and in levels[{other[4]}] on rank {other[5]}"
+            f"levels: expected each key of a row once over all ranks, given slot {slot} twice for row {other[2]}: "
+            f"in levels[{one[4]}] on rank {one[5]} and in levels[{other[4]}] on rank {other[5]}"
         )
 
 

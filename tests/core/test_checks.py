@@ -16,7 +16,7 @@ import torch
 import cascade_lab as cl
 from cascade_lab import _checks, paging, regions, rules, sharding, traces, trigger
 from cascade_lab.calibration import Calibration
-from cascade_lab.levels import Level
+from cascade_lab.levels import Level, sharing_order
 from cascade_lab.prefix import executed_tiles, tile_remaining, uniform_scaling_errors
 from cascade_lab.traces import CONVERSATION, MODELS, summarize
 
@@ -81,6 +81,11 @@ def batch(**changes):
     return made.prefix_lens, made.page_size, made.shared_prefix_len, made.num_pages, made.page_table
 
 
+def hit_batch(**changes):
+    made = cl.PrefixHitBatch(**dict(prompt_lens=[9, 6], hits=[4, 2]) | changes)
+    return made.prompt_lens, made.hits, made.page_size, made.num_pages, made.page_table
+
+
 def model(**changes):
     return summarize([(9, 4)], model=MODELS["Llama-3.1-8B"]._replace(**changes)).model_remaining
 
@@ -95,6 +100,7 @@ def case(**changes):
 
 LEDGER = cl.ledger(plan(), num_q_heads=4, num_kv_heads=2)
 VERIFY = cl.VerifyBatch([8, 9], [TREE, None], 4)
+HITS = cl.PrefixHitBatch([9, 6], [4, 2], 4)
 ROOTED = cl.VerifyBatch([8], [cl.DraftTree([-1, 0], [2, 1])], 4)
 FIT = Calibration("area", 1.0, 0.0, 1e-3, 1e-6, 0.0, 0.0, 0.01)
 AREA = {
@@ -123,6 +129,15 @@ ROWS = {
     "levels.ledger": Row(lambda **x: cl.ledger(plan(), **x), HEADS, dict(num_q_heads=1, num_kv_heads=1)),
     "levels.ledger, page_size": Row(
         lambda page_size: cl.ledger(plan(page_size=page_size)), dict(page_size=4), dict(page_size=1)
+    ),
+    "levels.shared_prefix_levels": Row(
+        lambda **x: cl.shared_prefix_levels(TABLE, LENGTHS, torch.tensor([0, 2, 3], dtype=torch.int32), None, **x),
+        dict(page_size=4, max_shared_levels=2, min_shared_tokens=4),
+        dict(page_size=1, max_shared_levels=0, min_shared_tokens=1),
+        optional=("max_shared_levels",),
+    ),
+    "levels.sharing_order": Row(
+        lambda page_size: sharing_order(TABLE, LENGTHS, LENGTHS, page_size), dict(page_size=4), dict(page_size=1)
     ),
     "levels.Ledger.tile_tokens": Row(LEDGER.tile_tokens, dict(block_m=4), dict(block_m=1)),
     "levels.Ledger.kv_bytes": Row(
@@ -155,6 +170,15 @@ ROWS = {
         dict(next_token=[1, -1], next_sibling=[-1, -1]),
         lists=dict(next_token=None, next_sibling=None),
     ),
+    "prefix.PrefixHitBatch": Row(
+        hit_batch,
+        dict(prompt_lens=[9, 6], hits=[4, 2], page_size=4, num_pages=9),
+        dict(page_size=1, num_pages=0),
+        dict(prompt_lens=1, hits=0),
+        optional=("num_pages",),
+    ),
+    "prefix.PrefixHitBatch.prefix_slots": Row(HITS.prefix_slots, dict(r=1), dict(r=0), optional=("r",)),
+    "prefix.PrefixHitBatch.suffix_slots": Row(HITS.suffix_slots, dict(r=1), dict(r=0), optional=("r",)),
     "prefix.interactions": Row(cl.interactions, dict(n=8, hit=3), dict(n=0, hit=0)),
     "prefix.remaining": Row(cl.remaining, dict(n=8, hit=3), dict(n=1, hit=0)),
     "prefix.linear_remaining": Row(cl.linear_remaining, dict(n=8, hit=3), dict(n=1, hit=0)),
