@@ -257,3 +257,29 @@ def hit_report(
         right.set_title(f"Error of each formula{title}")
         right.set_xlabel("relative error in percent")
     return fig, {"shares": shares, "errors": errors}
+
+
+def saved_rows(rows: Sequence[tuple[str, float, float, float]]) -> tuple[Figure, dict[str, tuple[float, float, float]]]:
+    """What hits save in groups or settings: token-linear work as a cross, attention's pairs as a point or an interval.
+
+    Args:
+        rows: a label, the token-linear work saved, and the attention pairs saved, at least and at most.
+
+    Returns:
+        The figure, and per label the three numbers as drawn.
+    """
+    data = {label: numbers for label, *numbers in rows}
+    with style():
+        fig, ax = figure((7.2, 1.2 + 0.32 * len(rows)))
+        for y, (_, linear, least, most) in enumerate(reversed(rows)):
+            ax.plot([least, most], [y, y], color=SERIES[2]["color"], linewidth=3, solid_capstyle="butt")
+            ax.plot([(least + most) / 2], [y], color=SERIES[2]["color"], marker="o", linestyle="")
+            ax.plot([linear], [y], color=SERIES[0]["color"], marker="x", linestyle="")
+        ax.plot([], [], color=SERIES[2]["color"], marker="o", label="attention pairs")
+        ax.plot([], [], color=SERIES[0]["color"], marker="x", linestyle="", label="token-linear work")
+        ax.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
+        ax.set_ylim(-0.6, len(rows) - 0.4)
+        ax.set_xlim(0, 1)
+        ax.set_xlabel("saved")
+        ax.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=2)
+    return fig, {label: tuple(numbers) for label, numbers in data.items()}

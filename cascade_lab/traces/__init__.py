@@ -10,38 +10,56 @@ w, the linear work follows the token-weighted mean of h, and no single mean serv
 everything here; nothing is timed.
 """
 
+from cascade_lab.traces.bounds import Bounds, bounds_of_lengths, bounds_of_totals
+from cascade_lab.traces.formats import FORMATS
+from cascade_lab.traces.formats.form import Format
 from cascade_lab.traces.generate import AGENTIC, CONVERSATION, Traffic, generate
+from cascade_lab.traces.mapping import FIELDS
+from cascade_lab.traces.models import REGIONS, read_model, region
 from cascade_lab.traces.read import (
-    BLOCK_SIZE,
-    MAX_LINE,
-    MAX_TOKENS,
-    Request,
-    TraceError,
+    Log,
     read_hits_csv,
+    read_logs,
     read_mooncake,
     read_trace,
     write_mooncake,
 )
-from cascade_lab.traces.replay import replay
-from cascade_lab.traces.summary import MODELS, ModelShape, TraceSummary, formula_errors, summarize
+from cascade_lab.traces.records import MAX_LINE
+from cascade_lab.traces.replay import AFFINITIES, replay
+from cascade_lab.traces.request import BLOCK_SIZE, MAX_TOKENS, Request, Totals, TraceError
+from cascade_lab.traces.summary import MODELS, ModelShape, Sums, TraceSummary, formula_errors, summarize
 
 __all__ = [
+    "AFFINITIES",
     "AGENTIC",
     "BLOCK_SIZE",
+    "Bounds",
     "CONVERSATION",
+    "FIELDS",
+    "FORMATS",
+    "Format",
+    "Log",
     "MAX_LINE",
     "MAX_TOKENS",
     "MODELS",
     "ModelShape",
+    "REGIONS",
     "Request",
+    "Sums",
+    "Totals",
     "TraceError",
     "TraceSummary",
     "Traffic",
+    "bounds_of_lengths",
+    "bounds_of_totals",
     "formula_errors",
     "generate",
     "read_hits_csv",
+    "read_logs",
+    "read_model",
     "read_mooncake",
     "read_trace",
+    "region",
     "replay",
     "summarize",
     "write_mooncake",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cascade_lab import _checks
-from cascade_lab.traces.read import Request
+from cascade_lab.traces.request import Request
 
 Quantiles = Sequence[tuple[float, float]]
 

@@ -216,13 +216,13 @@ def test_a_link_to_a_file_is_read_and_a_link_to_itself_is_not(tmp_path):
 
 
 TRACE_FAULTS = {
-    "gzip": (
+    "gzip cut short": (
         "trace.jsonl.gz",
-        gzip.compress(LINE, mtime=0),
+        gzip.compress(LINE, mtime=0)[:-9],
         1,
-        "line: expected UTF-8 text, given gzip-compressed data",
+        "line: expected gzip-compressed data, given damaged ones",
     ),
-    "gzip under another name": ("trace.jsonl", gzip.compress(LINE, mtime=0), 1, "given gzip-compressed data"),
+    "gzip of another archive": ("trace.jsonl", gzip.compress(b"PK\x03\x04" + bytes(9)), 1, "given compressed data"),
     "UTF-16": ("trace.jsonl", LINE.decode().encode("utf-16"), 1, "line: expected UTF-8 text, given UTF-16 text"),
     "UTF-16 CSV": ("trace.csv", CSV.decode().encode("utf-16"), 1, "line: expected UTF-8 text, given UTF-16 text"),
     "an archive": ("trace.csv", b"PK\x03\x04" + bytes(100), 1, "given compressed data"),
@@ -244,7 +244,7 @@ TRACE_FAULTS = {
         "trace.jsonl",
         LINE.replace(b"[7, 8]", b"[" + b'"x", ' * 10**5 + b"1]"),
         1,
-        "hash_ids: expected a list of integers, given a list of 100001",
+        "hash_ids: expected a list of integers or strings, given a list of 100001",
     ),
     "escape codes": (
         "trace.csv",
@@ -254,7 +254,7 @@ TRACE_FAULTS = {
     ),
     "a program": ("trace.jsonl", b"__import__('os').system('touch pwned')", 1, "line: expected a JSON object"),
     "a pickle": ("trace.jsonl", b"\x80\x04\x95cos\nsystem\n.", 1, "line: expected a JSON object"),
-    "YAML": ("trace.csv", b"!!python/object/apply:os.system ['touch pwned']\n", 1, "input_tokens: expected one column"),
+    "YAML": ("trace.csv", b"!!python/object/apply:os.system ['touch pwned']\n", 1, "expected a known format"),
     "a formula": ("trace.csv", CSV + b"=cmd|'/C calc'!A0,1\n", 3, "input_tokens: expected an integer"),
 }
 
@@ -269,7 +269,7 @@ def test_a_hostile_trace_is_one_line_that_names_file_line_and_what_was_expected(
     assert (shown.out, shown.err.count("\n")) == ("", 1)
     assert shown.err.startswith(f"cascade-lab trace: {name}, line {line}, ")
     assert message in shown.err
-    assert len(shown.err) < 400
+    assert len(shown.err) < 900
     assert not CONTROLS.search(shown.err.rstrip("\n"))
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

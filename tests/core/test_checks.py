@@ -33,6 +33,7 @@ MODULES = (
     "states",
 )
 MODULES += ("trigger", "calibration", "runtime", "traces.read", "traces.replay", "traces.summary", "traces.generate")
+MODULES += ("traces.bounds", "traces.models", "traces.seen", "traces.request")
 TREE = cl.DraftTree.branches(2, 3)
 BUCKETS = {"core": 3.0, "ffn": 5.0}, {"core": "interaction", "ffn": "linear"}
 HEADS = dict(num_q_heads=8, num_kv_heads=2)
@@ -394,23 +395,39 @@ ROWS = {
         lambda block_size: traces.read_trace("tests/data/turns.jsonl", block_size=block_size) is not None,
         dict(block_size=64),
         dict(block_size=1),
+        optional=("block_size",),
     ),
     "traces.read.read_mooncake": Row(
         lambda block_size: traces.read_mooncake("tests/data/turns.jsonl", block_size=block_size) is not None,
         dict(block_size=64),
         dict(block_size=1),
     ),
+    "traces.read.read_logs": Row(
+        lambda block_size: list(traces.read_logs(["tests/data/turns.jsonl"], block_size=block_size).requests),
+        dict(block_size=64),
+        dict(block_size=1),
+        optional=("block_size",),
+    ),
     "traces.replay.replay": Row(
         lambda **x: list(traces.replay([traces.Request(0.0, 9, 1, (1, 2, 3), None)] * 2, **x)),
-        dict(block_size=4, capacity_tokens=64),
-        dict(block_size=1, capacity_tokens=0),
-        optional=("capacity_tokens",),
+        dict(block_size=4, capacity_tokens=64, page_size=4, workers=2),
+        dict(block_size=1, capacity_tokens=0, page_size=1, workers=1),
+        optional=("capacity_tokens", "page_size"),
+    ),
+    "traces.bounds.bounds_of_lengths": Row(
+        traces.bounds_of_lengths, dict(lengths=[9, 4], hit_tokens=5), dict(hit_tokens=0), dict(lengths=1)
+    ),
+    "traces.bounds.bounds_of_totals": Row(
+        lambda max_tokens: traces.bounds_of_totals([traces.Totals(None, 3, 90, 40)], max_tokens),
+        dict(max_tokens=50),
+        dict(max_tokens=1),
+        optional=("max_tokens",),
     ),
     "traces.summary.summarize": Row(lambda pairs: summarize([(9, 4), (9, pairs)]), dict(pairs=5), dict(pairs=0)),
     "traces.summary.ModelShape": Row(
         model,
-        dict(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=8, ffn=16, experts=3),
-        dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=0, experts=0),
+        dict(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=8, ffn=16, experts=3, q_rank=2),
+        dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=0, experts=0, q_rank=0),
     ),
     "traces.generate.Traffic": Row(
         made_up,
@@ -421,6 +438,7 @@ ROWS = {
     "calibration.Calibration.time": Row(FIT.time, dict(prefix=40, new=7), dict(prefix=0, new=0)),
 }
 # what these functions fill in themselves, and arguments whose numbers another row gives
+<<<<<<< HEAD
 RESULTS = {
     "Ledger",
     "Accepted",
@@ -434,6 +452,21 @@ RESULTS = {
     "Shard",
 }
 RESULTS |= {"RankLedger", "TraceSummary", "Request", "TraceError", "Calibration", "Finding", "State"}
+=======
+RESULTS = {"Ledger", "CopiedTails", "VirtualRequests", "PrefillTerms", "Prediction", "Decision", "RuleRow", "Shard"}
+RESULTS |= {
+    "RankLedger",
+    "TraceSummary",
+    "Request",
+    "TraceError",
+    "Totals",
+    "Bounds",
+    "Log",
+    "Calibration",
+    "Finding",
+    "State",
+}
+>>>>>>> d80a9fe (Read logs as they are: 32 formats by their own fields, bounds of sums, sweeps and groups in one reading)
 ELSEWHERE = {
     "drafts.DraftTree.retrieve_indices": {"pad": "test_broken_forms_of_a_tree_are_named"},
     "drafts.DraftTree.from_retrieve_indices": dict.fromkeys(
@@ -454,6 +487,12 @@ ELSEWHERE = {
     "traces.read.read_trace": {"progress": "is called with integers"},
     "traces.read.read_mooncake": {"progress": "is called with integers"},
     "traces.read.read_hits_csv": {"progress": "is called with integers"},
+    "traces.read.read_logs": {"progress": "is called with integers"},
+    "traces.read.unfit": dict.fromkeys(("ids", "n", "block_size"), "is asked by the readers, of checked numbers"),
+    "traces.seen.Seen.leading": {"prompts": "ids are any integers or strings, as `traces.replay.replay` has them"},
+    "traces.bounds.bounds_of_totals": {"totals": "carry the numbers of a reader"},
+    "traces.summary.ModelShape.attention_flops": {"pairs": "are what `summarize` counted"},
+    "traces.summary.Sums.add": dict.fromkeys(("n", "hit"), "are what `replay` gave; `summarize` checks its own"),
     "traces.generate.generate": {"seed": "test_seeds_are_any_integers"},
     "traces.summary.summarize": {"pairs": "as a list of pairs"},
 }
