@@ -438,7 +438,6 @@ ROWS = {
     "calibration.Calibration.time": Row(FIT.time, dict(prefix=40, new=7), dict(prefix=0, new=0)),
 }
 # what these functions fill in themselves, and arguments whose numbers another row gives
-<<<<<<< HEAD
 RESULTS = {
     "Ledger",
     "Accepted",
@@ -452,21 +451,7 @@ RESULTS = {
     "Shard",
 }
 RESULTS |= {"RankLedger", "TraceSummary", "Request", "TraceError", "Calibration", "Finding", "State"}
-=======
-RESULTS = {"Ledger", "CopiedTails", "VirtualRequests", "PrefillTerms", "Prediction", "Decision", "RuleRow", "Shard"}
-RESULTS |= {
-    "RankLedger",
-    "TraceSummary",
-    "Request",
-    "TraceError",
-    "Totals",
-    "Bounds",
-    "Log",
-    "Calibration",
-    "Finding",
-    "State",
-}
->>>>>>> d80a9fe (Read logs as they are: 32 formats by their own fields, bounds of sums, sweeps and groups in one reading)
+RESULTS |= {"Totals", "Bounds", "Log", "Seen"}
 ELSEWHERE = {
     "drafts.DraftTree.retrieve_indices": {"pad": "test_broken_forms_of_a_tree_are_named"},
     "drafts.DraftTree.from_retrieve_indices": dict.fromkeys(
