@@ -1,6 +1,7 @@
 # TORCH=cpu, with any target that sets .venv up, takes PyTorch's CPU build instead of the one with CUDA
 # make run       execute every notebook into build/ and print the table of claims; TARGET=sm_90 or sm_80 executes
 #                compiled code without a GPU, into build/sm_90/
+# make lab       open the notebooks in JupyterLab
 # make modes     run every notebook in every mode of Triton and record which claims hold in which
 # make test      every behaviour by its quick tests, committed outputs against fresh ones
 # make test-all  everything CI checks: all tests, and the committed pictures against fresh ones as well
@@ -23,10 +24,13 @@ TARGETS :=
 SLICE :=
 
 .DEFAULT_GOAL := run
-.PHONY: run modes compiled test test-all fuzz refresh lint bench clean venv
+.PHONY: run lab modes compiled test test-all fuzz refresh lint bench clean venv
 
 run: venv
 	$(PY) -m cascade_lab run $(if $(TARGET),--target $(TARGET))
+
+lab: venv
+	$(PY) -m jupyterlab notebooks
 
 modes: venv
 	$(PY) -m cascade_lab modes

@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 
 IGNORE_TAG, CHECK_TAG = "nbval-ignore-output", "nbval-check-output"
 MAX_CODE_LINES = 25
+# What JupyterLab writes of the kernel that `pip install ipykernel` brings, so that opening and saving changes nothing.
+# The version is that of the Python that saved last, for JupyterLab puts its own there.
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+LANGUAGE = {
+    "codemirror_mode": {"name": "ipython", "version": 3},
+    "file_extension": ".py",
+    "mimetype": "text/x-python",
+    "name": "python",
+    "nbconvert_exporter": "python",
+    "pygments_lexer": "ipython3",
+    "version": "3.11.7",
+}
+_VERSION = re.compile(r"3\.\d{1,3}\.\d{1,3}[a-z0-9+]{0,12}")
 _KEPT_METADATA = ("tags", "jupyter")
 _IMAGES = ("image/png", "image/jpeg", "image/svg+xml", "image/gif", "image/webp")
 _BITMAPS = tuple(kind for kind in _IMAGES if kind != "image/svg+xml")
@@ -34,7 +47,7 @@ _ABSOLUTE = re.compile(
 
 
 def canonical(notebook: NotebookNode, *, keep_measurements: bool = False) -> NotebookNode:
-    """A copy without run metadata: generic kernel, counts 1..n, merged streams, tags and ids kept.
+    """A copy without run metadata: the kernel as JupyterLab names it, counts 1..n, merged streams, tags and ids kept.
 
     Args:
         notebook: valid nbformat 4.
@@ -42,10 +55,9 @@ def canonical(notebook: NotebookNode, *, keep_measurements: bool = False) -> Not
     """
     notebook = copy.deepcopy(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
-    notebook.metadata = type(notebook)(
-        kernelspec={"name": "python3", "display_name": "Python 3", "language": "python"},
-        language_info={"name": "python"},
-    )
+    version = str(notebook.metadata.get("language_info", {}).get("version"))
+    language = LANGUAGE | ({"version": version} if _VERSION.fullmatch(version) else {})
+    notebook.metadata = type(notebook)(kernelspec=dict(KERNEL), language_info=language)
     count = 0
     for cell in notebook.cells:
         kept = {name: value for name, value in cell.metadata.items() if name in _KEPT_METADATA and value}

@@ -279,7 +279,7 @@ def _kernel(scratch: Path, environment: Mapping[str, str]) -> Iterator[tuple[typ
             @property
             def kernel_spec(self) -> KernelSpec:
                 argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-                return KernelSpec(argv=argv, display_name="Python 3", language="python")
+                return KernelSpec(argv=argv, display_name="Python 3 (ipykernel)", language="python")
 
             async def start_kernel(self, **options):
                 # A signal between the new process and the note of its number would leave it to nobody.

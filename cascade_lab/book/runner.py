@@ -347,6 +347,8 @@ def _rerun(path: Path, committed: NotebookNode, scratch: Path, cell_timeout: int
             cell_timeout=cell_timeout,
             progress_bar=_on_terminal(),
         )
+        # which Python ran it is no result
+        executed.metadata.language_info = committed.metadata.get("language_info", {})
         return canonical.canonical(executed)
     except NotebookError as error:
         _complain(path, error)

@@ -567,6 +567,20 @@ def test_a_canonical_notebook_has_no_problems(folder):
     assert canonical.problems(committed(folder, *good_cells())) == []
 
 
+@pytest.mark.parametrize("version", ["3.11.7", "3.12.0", "3.14.0rc1"])
+def test_the_python_that_saved_last_is_no_fault_and_a_refresh_keeps_it(version, folder, output):
+    path = write(folder, "01_good", "# A title", code(shown_claim("1.1"), "nbval-check-output"))
+    arguments = {"folder": folder, "figures": output}
+    assert runner.refresh(**arguments) == 0
+    notebook = load(path)
+    notebook.metadata.language_info.version = version
+    path.write_text(canonical.text_of(notebook))
+    assert canonical.problems(path) == []
+    assert runner.check(**arguments) == 0
+    assert runner.refresh(**arguments) == 0
+    assert load(path).metadata.language_info.version == version
+
+
 def set_cell(number, **fields):
     def change(notebook):
         notebook.cells[number - 1].update(fields)
@@ -579,6 +593,8 @@ def set_cell(number, **fields):
     [
         (lambda n: n.metadata.update(papermill={}), "not in canonical form"),
         (lambda n: n.metadata.kernelspec.update(name="dev"), "not in canonical form"),
+        (lambda n: n.metadata.language_info.update(version="mine"), "not in canonical form"),
+        (lambda n: n.metadata.language_info.pop("version"), "not in canonical form"),
         (lambda n: n.cells[2].metadata.update(execution={}), "not in canonical form"),
         (lambda n: n.cells[3].update(id=n.cells[2].id), "not in canonical form"),
         (lambda n: n.cells[3].pop("id"), "not in canonical form"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import secrets
 import shutil
 import signal
@@ -24,6 +26,7 @@ from urllib.parse import urlsplit
 import nbformat
 import pytest
 
+from cascade_lab.book import canonical
 from cascade_lab.evidence.claims import HOLDS, gather
 from tests.browser.conftest import CHECKOUT
 
@@ -207,6 +210,38 @@ def test_run_all_gives_the_claims_and_figures_that_are_committed(name, server, p
     assert state["misread"] == []
     page.screenshot(path=pictures / f"jupyterlab_{name}.png")
     end_kernels(page, server)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_committed_notebook_opens_unmodified_and_saving_it_changes_nothing(name, server, page):
+    """With the Python that saved last; with another JupyterLab notes its version, and nothing else."""
+    path = server.root / f"{name}.ipynb"
+    committed = (CHECKOUT / "notebooks" / f"{name}.ipynb").read_text()
+
+    def saved_by(version):
+        return re.sub(r'(\n   "version": )"[^"]*"\n', rf'\1"{version}"\n', committed)
+
+    for version in (platform.python_version(), "3.12.0"):
+        path.write_text(saved_by(version))
+        page.goto(f"{server.url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path.name}?token={server.token}")
+        page.get_by_text("| Idle").wait_for(timeout=START_S * 1000)
+        page.locator(".jp-Notebook .jp-Cell").first.wait_for()
+        modified = page.locator(".lm-TabBar-tab.jp-mod-dirty")
+        if version == platform.python_version():
+            assert modified.count() == 0
+        else:
+            modified.wait_for()
+        before = path.stat().st_mtime_ns
+        page.locator(".lm-MenuBar-itemLabel", has_text="File").click()
+        page.locator(".lm-Menu-itemLabel").get_by_text("Save Notebook", exact=True).click()
+        deadline = time.monotonic() + START_S
+        # the file is written in place, so that for a moment it is not whole
+        while path.stat().st_mtime_ns == before or not path.read_text().endswith("}\n"):
+            assert time.monotonic() < deadline
+            page.wait_for_timeout(100)
+        assert path.read_text() == saved_by(platform.python_version())
+        assert canonical.problems(path) == []
+        end_kernels(page, server)
 
 
 def test_a_failing_cell_is_seen(server, page):

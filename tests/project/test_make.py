@@ -75,6 +75,7 @@ def test_a_target_is_named_on_the_command_line_of_make_alone(make):
     make("venv")
     assert make("run", "TARGET=sm_90") == (0, ["-m cascade_lab run --target sm_90"])
     assert make("run", TARGET="x86_64") == (0, ["-m cascade_lab run"])
+    assert make("lab") == (0, ["-m jupyterlab notebooks"])
     assert make("modes") == (0, ["-m cascade_lab modes"])
     assert make("compiled", TARGETS="x86_64", SLICE="1/2") == (0, ["-m tools.compile_launches"])
     parts = ("TARGETS=sm_80,sm_90", "SLICE=2/8")
