@@ -54,7 +54,7 @@ def test_make_targets_end_in_a_command(words):
     plan = subprocess.run(["make", "--dry-run", *words[1:]], cwd=CHECKOUT, capture_output=True, text=True)
     assert plan.returncode == 0, plan.stderr
     commands = [line for line in plan.stdout.splitlines() if " -m " in line]
-    assert re.search(r"-m (cascade_lab|pytest)\b", commands[-1])
+    assert re.search(r"-m (cascade_lab|pytest|jupyterlab)\b", commands[-1])
 
 
 @pytest.mark.parametrize("words", lines("cascade-lab"), ids=" ".join)
