@@ -6,6 +6,7 @@ checked by itself; the options of a call hold for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from cascade_lab.states import State
 
 INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}
 INPUT_DTYPES["torch"] = (*INPUT_DTYPES["triton"], torch.float64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_SPLITS = 1024
 NO_LIMIT = 1 << 30
 FLOAT32 = torch.finfo(torch.float32)
@@ -41,9 +43,12 @@ def run_passes(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> State:
         _checks.tensor("reads", reads, "a contiguous [H_kv]", (k_cache.shape[2],), dtypes=INT64, like=("q", q))
         if not reads.is_contiguous():
             raise ValueError(f"reads: expected a contiguous [H_kv], given strides {reads.stride()}")
-    if backend == "triton" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
-        raise RuntimeError(ops.NO_TRITON_GRADIENT)
-    return State(*ops.dispatch(q, passes, Call(scale, softcap, num_splits, out_dtype, reads, backend)))
+    sinks = None if call.sinks is None else _check_sinks(call.sinks, q, backend)
+    k_scale, v_scale = (_check_scale(name, getattr(call, name), q, k_cache.shape[2]) for name in ("k_scale", "v_scale"))
+    if torch.is_grad_enabled():
+        _check_gradients(backend, q, k_cache, v_cache, sinks, k_scale, v_scale)
+    call = Call(scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale)
+    return State(*ops.dispatch(q, passes, call))
 
 
 def check_heads(q, k_cache, v_cache, backend: str, layout: str = "NHD") -> tuple[str, torch.Tensor, torch.Tensor]:
@@ -63,14 +68,16 @@ def check_heads(q, k_cache, v_cache, backend: str, layout: str = "NHD") -> tuple
     like = ("q", q)
     for name, x, dims in shapes:
         _checks.tensor(name, x, dims, like=like)
-        if x.dtype not in dtypes:
+        if x.dtype not in dtypes and (x is q or x.dtype not in FLOAT8):
             allowed = _checks.dtype_names(dtypes)
             raise TypeError(f"{name}: expected {allowed} on backend {backend!r}, given {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: expected dtype {q.dtype} as q, given {x.dtype}")
+        if x.dtype != q.dtype and x.dtype not in FLOAT8:
+            raise TypeError(f"{name}: expected dtype {q.dtype} as q, or {_checks.dtype_names(FLOAT8)}, given {x.dtype}")
         if x.is_meta:
             raise ValueError(f"{name}: expected a tensor with data, given device {x.device}")
         _checks.unit_stride(name, x)
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache: expected dtype {k_cache.dtype} as k_cache, given {v_cache.dtype}")
     _, H_q, D = q.shape
     H_kv = k_cache.shape[2]
     if k_cache.shape[-1] != D or D < 1:
@@ -134,6 +141,43 @@ def check_pass(
     return Pass(
         k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, window_size, tree_mask, tail_seqlens
     )
+
+
+def _check_sinks(sinks, q, backend: str) -> torch.Tensor:
+    _checks.tensor("sinks", sinks, "[H_q]", (q.shape[1],), like=("q", q))
+    if sinks.dtype not in INPUT_DTYPES[backend]:
+        allowed = _checks.dtype_names(INPUT_DTYPES[backend])
+        raise TypeError(f"sinks: expected {allowed} on backend {backend!r}, given {sinks.dtype}")
+    return sinks
+
+
+def _check_scale(name: str, scale, q, num_kv_heads: int) -> torch.Tensor | None:
+    """A scale as contiguous float32 `[H_kv]`: a number or a tensor without dims holds for all heads."""
+    if scale is None:
+        return None
+    if isinstance(scale, torch.Tensor):
+        _checks.tensor(name, scale, dtypes=(torch.float32,), like=("q", q))
+        if scale.dim() and scale.shape != (num_kv_heads,):
+            raise ValueError(f"{name}: expected a number, [] or [H_kv] = [{num_kv_heads}], given {tuple(scale.shape)}")
+        if runtime.checks_enabled() and not ((scale > 0) & (scale < math.inf)).all():
+            raise ValueError(f"{name}: expected finite numbers > 0, given {scale.tolist()}")
+        return scale.expand(num_kv_heads).contiguous()
+    if not _in_float32(name, scale) > 0:
+        raise ValueError(f"{name}: expected a number > 0, given {scale}")
+    return torch.full((num_kv_heads,), float(scale), dtype=torch.float32, device=q.device)
+
+
+def _check_gradients(backend: str, q, k_cache, v_cache, sinks, k_scale, v_scale) -> None:
+    """Refuse a gradient that no backend, or not this one, can give."""
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if x is not None and x.requires_grad:
+            raise RuntimeError(f"{name}: attention has no gradient of it; use torch.no_grad(), or a detached tensor")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.requires_grad and x.dtype in FLOAT8:
+            raise RuntimeError(f"{name}: attention has no gradient of a cache in {x.dtype}; detach it")
+    inputs = (q, k_cache, v_cache) if sinks is None else (q, k_cache, v_cache, sinks)
+    if backend == "triton" and any(x.requires_grad for x in inputs):
+        raise RuntimeError(ops.NO_TRITON_GRADIENT)
 
 
 def _in_float32(name: str, x) -> float:

@@ -35,6 +35,9 @@ def attention(
     tail_seqlens: torch.Tensor | None = None,
     window_size: tuple[int, int] | None = (-1, -1),
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
     reads: torch.Tensor | None = None,
@@ -46,8 +49,10 @@ def attention(
     Args:
         q: `[T, H_q, D]` float32, float16 or bfloat16 (float64 on the torch backend), unit last stride. T rows packed by
             request; query head h reads KV head h // (H_q / H_kv).
-        k_cache: `[num_pages, page_size, H_kv, D]`, or as `layout` says; dtype of q, any strides with unit last stride.
-        v_cache: `[num_pages, page_size, H_kv, D_v]`, likewise; D_v may differ from D, and v may be a view of k.
+        k_cache: `[num_pages, page_size, H_kv, D]`, or as `layout` says; any strides with unit last stride. Dtype of q,
+            or float8_e4m3fn or float8_e5m2, which are read as one byte an element and multiplied in the dtype of q,
+            which holds them exactly.
+        v_cache: `[num_pages, page_size, H_kv, D_v]`, dtype of k_cache; D_v may differ from D, and v may be a view of k.
         page_table: `[R, max_pages]` int32. Only the pages of the first cache_seqlens[r] tokens are looked at.
         cache_seqlens: `[R]` int32, tokens read per request, newly written ones included.
         cu_seqlens_q: `[R + 1]` int32 row offsets from 0 to T; None means one row per request (T = R).
@@ -59,6 +64,11 @@ def attention(
         tail_seqlens: `[R]` int32 for tree_mask; default the number of query rows of each request.
         window_size: (left, right) keys visible beside the row's own position; -1 is no limit. None is (-1, -1).
         softcap: c > 0 replaces s by c tanh(s / c).
+        sinks: `[H_q]` float32, float16 or bfloat16 (float64 on the torch backend), one more term of the softmax per
+            query head, that no value belongs to: lse' = log(e^lse + e^sink), o' = e^(lse - lse') o. A sink is compared
+            with scaled and capped scores. The state that is returned includes it: see below.
+        k_scale, v_scale: what an element of each cache stands for is its value times this: a number > 0, or a float32
+            tensor of them, `[]` or `[H_kv]`. k_scale goes into the scores, before softcap, and v_scale into o.
         num_splits: parts into which the keys are cut (split-KV); None chooses from shapes. Never changes the result
             beyond rounding. The torch backend walks the keys in one loop and takes the number as checked but unused.
         out_dtype: dtype of o; default that of q. lse is float32 (float64 for float64 inputs) in every case.
@@ -70,7 +80,7 @@ def attention(
 
     Returns:
         State, o `[T, H_q, D_v]` and lse `[T, H_q]`. A row without visible keys has o = 0 and lse = -inf.
-        Differentiable in q, k_cache, v_cache on the torch backend.
+        Differentiable in q, k_cache, v_cache and sinks on the torch backend; not in caches of float8, nor in scales.
 
     Raises:
         TypeError: wrong type or dtype. ValueError: wrong rank, shape, device, stride or value. Nothing has run then.
@@ -80,6 +90,13 @@ def attention(
     harms only the rows that see that key. In V it also makes NaN, on the Triton backend, of rows that do not see the
     key but share a tile with one that does, for a weight of 0 times NaN is NaN; the torch backend keeps such rows
     apart. Scores may be as large as 2.3e38 after scaling: exponents are taken in base 2, which float32 holds so far.
+
+    A call with sinks equals `merge_state` of the call without and the state of no value (o = 0, lse = sink); -inf and
+    +inf are then no sink, and a row without visible keys has o = 0 and lse = sink. So where states of several calls
+    are merged, over parts of the keys or over ranks, exactly one call takes the sinks. Sinks that a model learns, one
+    logit per head, are gpt-oss's (OpenAI, 2025); that a softmax needs somewhere to put what no key should get was found
+    by StreamingLLM (Xiao et al., 2023, arXiv:2309.17453). Scales per tensor or per KV head are those of vLLM's
+    quantized KV cache and of FlashInfer.
 
     Under torch.compile a call is one operator, and checks that read values are skipped as in `runtime.unchecked()`.
 
@@ -99,4 +116,5 @@ def attention(
         tail_seqlens=tail_seqlens,
         window_size=window_size,
     )
-    return run_passes(q, [only], Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend))
+    options = softmax_scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale
+    return run_passes(q, [only], Call(*options))

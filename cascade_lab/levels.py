@@ -77,6 +77,9 @@ def cascade_attention(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] | None = (-1, -1),
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
     reads: torch.Tensor | None = None,
@@ -96,8 +99,9 @@ def cascade_attention(
             `attention`. A level with a finer page size sees the cache at that granularity, without a copy.
         levels: at least one `Level`.
         window_size: only (-1, -1) or None. A window moves with each row, a shared level does not.
-        softmax_scale, softcap, num_splits, out_dtype, reads, layout, backend: as in `attention`; num_splits holds per
-            level, and reads adds up over the levels.
+        sinks: as in `attention`; a sink enters once for each row, however many levels and splits there are.
+        softmax_scale, softcap, k_scale, v_scale, num_splits, out_dtype, reads, layout, backend: as in `attention`;
+            num_splits holds per level, and reads adds up over the levels.
 
     Returns:
         State `[T, H_q, D_v]`, `[T, H_q]`. Differentiable on the torch backend.
@@ -108,7 +112,7 @@ def cascade_attention(
     Two levels are the cascade of FlashInfer (Ye et al., 2024) and the shared-prefix attention of Hydragen (Juravsky et
     al., 2024, arXiv:2402.05099).
     """
-    call = Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend)
+    call = Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale)
     return _attend_levels(q, k_cache, v_cache, levels, call, layout, window_size=window_size)
 
 
@@ -400,7 +404,10 @@ class Ledger:
         return sum(shape.tile_tokens(block_m, group) for shape in self._passes)
 
     def kv_bytes(self, head_dim: int, dtype: torch.dtype, head_dim_v: int | None = None) -> int:
-        """kv_tokens x KV heads x (head_dim + head_dim_v) x itemsize; head_dim_v defaults to head_dim."""
+        """kv_tokens x KV heads x (head_dim + head_dim_v) x itemsize; head_dim_v defaults to head_dim.
+
+        dtype is the cache's: float8 counts one byte an element.
+        """
         head_dim = _checks.integer("head_dim", head_dim, 1)
         head_dim_v = head_dim if head_dim_v is None else _checks.integer("head_dim_v", head_dim_v, 1)
         itemsize = _checks.dtype("dtype", dtype).itemsize

@@ -6,7 +6,8 @@ weight of a key among all keys is e^(s_j - lse), whichever pass it came with, an
 
     d_s_j = e^(s_j - lse) (d_o . v_j - d_o . o + d_lse)
 
-holds pass by pass, with one o and one lse. Nothing here checks arguments: `attention` and `cascade_attention` do.
+holds pass by pass, with one o and one lse. A sink is a weight of the same kind without a value. Nothing here checks
+arguments: `attention` and `cascade_attention` do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def dispatch(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Ten
     """
     if not torch.compiler.is_compiling():
         return _attend(q, passes, call)
-    scale, softcap, num_splits, out_dtype, reads, backend = call
+    scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale = call
     # the derivative on the torch backend wants o as it was before rounding
     op_dtype = out_dtype if backend == "triton" else torch.promote_types(torch.float32, q.dtype)
     o, lse, loaded = attention_op(
@@ -53,6 +54,9 @@ def dispatch(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Ten
         op_dtype,
         reads is not None,
         backend,
+        sinks,
+        k_scale,
+        v_scale,
     )
     if reads is not None:
         reads.add_(loaded)
@@ -86,6 +90,9 @@ def attention_op(
     out_dtype: torch.dtype,
     count_reads: bool,
     backend: str,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o `[T, H_q, D_v]`, lse `[T, H_q]` and tokens loaded, `[H_kv]` int64 (`[0]` when they are not counted).
 
@@ -95,13 +102,14 @@ def attention_op(
     windows = zip(lefts, rights, strict=True)
     passes = [Pass(*x) for x in zip(*per_pass, windows, tree_masks, tail_seqlens, strict=True)]
     loaded = q.new_zeros(k_caches[0].shape[2] if count_reads else 0, dtype=torch.int64)
-    call = Call(softmax_scale, softcap, num_splits, out_dtype, loaded if count_reads else None, backend)
+    reads = loaded if count_reads else None
+    call = Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale)
     return *_attend(q, passes, call), loaded
 
 
 @attention_op.register_fake
 def _(q, k_caches, v_caches, *rest):
-    *_, out_dtype, count_reads, backend = rest
+    *_, out_dtype, count_reads, backend, _sinks, _k_scale, _v_scale = rest
     runtime._require_backend(backend, q)
     T, H_q, _ = q.shape
     return (
@@ -112,28 +120,40 @@ def _(q, k_caches, v_caches, *rest):
 
 
 def _keep_passes(ctx, inputs, output) -> None:
-    q, *lists, softmax_scale, softcap, _num_splits, _out_dtype, _count_reads, backend = inputs
+    q, *lists, softmax_scale, softcap, _num_splits, _out_dtype, _count_reads, backend, sinks, k_scale, v_scale = inputs
     if backend == "triton":
         raise RuntimeError(NO_TRITON_GRADIENT)
     *tensors, _, lefts, rights, tree_masks, tail_seqlens = lists
     per_pass = (x for one in zip(*tensors, tree_masks, tail_seqlens, strict=True) for x in one)
-    ctx.save_for_backward(*output[:2], q, *per_pass)
+    ctx.save_for_backward(*output[:2], q, sinks, k_scale, v_scale, *per_pass)
     ctx.constants = [(left, right, softmax_scale, softcap) for left, right in zip(lefts, rights, strict=True)]
 
 
 def _passes_backward(ctx, d_o, d_lse, _d_loaded):
-    o, lse, q, *per_pass = ctx.saved_tensors
+    o, lse, q, sinks, k_scale, v_scale, *per_pass = ctx.saved_tensors
+    scales = k_scale, v_scale
     # None for each input, in lists of None where the input was a list of tensors
     result = [[None] * len(x) if isinstance(x, list) else None for x in ctx.needs_input_grad]
     needs = [ctx.needs_input_grad[0], *(any(x) for x in ctx.needs_input_grad[1:3])]
     gradients = [
-        torch_backend.attention_backward(needs, d_o, d_lse, o, lse, q, *per_pass[7 * i : 7 * i + 7], *constants)
+        torch_backend.attention_backward(
+            needs, d_o, d_lse, o, lse, q, *per_pass[7 * i : 7 * i + 7], *scales, *constants
+        )
         for i, constants in enumerate(ctx.constants)
     ]
     for i, (need, parts) in enumerate(zip(needs, zip(*gradients, strict=True), strict=True)):
         if need:
             result[i] = sum(parts) if i == 0 else list(parts)
+    if ctx.needs_input_grad[-3]:
+        result[-3] = _sinks_backward(d_o, d_lse, o, lse, sinks)
     return tuple(result)
+
+
+def _sinks_backward(d_o, d_lse, o, lse, sinks) -> Tensor:
+    """sum over rows of e^(sink - lse) (d_lse - d_o . o): what a key without value would get."""
+    absent = sinks.isinf() | (lse == -torch.inf)
+    weight = torch.where(absent, 0.0, torch.exp(sinks.to(lse.dtype) - torch.where(absent, 0.0, lse)))
+    return (weight * (d_lse - (d_o * o).sum(-1))).sum(0).to(sinks.dtype)
 
 
 attention_op.register_autograd(_passes_backward, setup_context=_keep_passes)

@@ -97,6 +97,7 @@ def attention_case(
     value_dim: int | None = None,
     page: int = 4,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     device="cpu",
     seed: int = 0,
     layout: str = "packed",
@@ -107,10 +108,12 @@ def attention_case(
 
     Pages are dealt in random order from a pool with two spare pages. Slots that belong to nobody hold NaN,
     page-table entries past the length are out of range on either side, and q is a view of a NaN-filled
-    tensor. `integers` draws whole numbers from -2 to 2, which every dtype multiplies exactly.
+    tensor. `integers` draws whole numbers from -2 to 2, which every dtype multiplies exactly. `cache_dtype` is that of
+    q where it is left out.
     """
     value_dim = dim if value_dim is None else value_dim
     num_heads, num_kv_heads = heads
+    cache_dtype = dtype if cache_dtype is None else cache_dtype
     pages = [-(-length // page) for length in lengths]
     pool = torch.randperm(sum(pages) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -120,12 +123,12 @@ def attention_case(
             return torch.randint(-2, 3, shape, generator=generator).to(device=device, dtype=dtype)
         return random(*shape, seed=17 * seed + stream, dtype=dtype, device=device)
 
-    k_cache = poisoned_cache(len(pool), page, num_kv_heads, dim, dtype, device, layout)
-    v_cache = poisoned_cache(len(pool), page, num_kv_heads, value_dim, dtype, device, layout)
+    k_cache = poisoned_cache(len(pool), page, num_kv_heads, dim, cache_dtype, device, layout)
+    v_cache = poisoned_cache(len(pool), page, num_kv_heads, value_dim, cache_dtype, device, layout)
     table = torch.empty(len(rows), max([*pages, 1]) + 2, dtype=torch.int32)
     table[:, 0::2], table[:, 1::2] = INT32_MAX, -1
-    keys = draw(sum(lengths), num_kv_heads, dim, stream=1)
-    values = draw(sum(lengths), num_kv_heads, value_dim, stream=2)
+    keys = draw(sum(lengths), num_kv_heads, dim, stream=1).to(cache_dtype)
+    values = draw(sum(lengths), num_kv_heads, value_dim, stream=2).to(cache_dtype)
     start = 0
     for r, length in enumerate(lengths):
         mine, pool = pool[: pages[r]], pool[pages[r] :]

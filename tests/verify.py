@@ -19,6 +19,8 @@ FORK = [-1, 0, 0, 1, 2]
 SHUFFLED = [3, 3, 0, -1, 2, -1, 1]
 CHAIN = [-1, 0, 1]
 STAR = [2, 2, -1, 2]
+# what the oracle of unrolled sequences takes
+ORACLE_OPTIONS = ("softmax_scale", "softcap", "sinks", "k_scale", "v_scale")
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
@@ -70,6 +72,7 @@ def verify_case(
     dim: int = 16,
     value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     device="cpu",
     seed: int = 0,
     interleaved: bool = False,
@@ -85,17 +88,19 @@ def verify_case(
     trees = [None if parents is None else DraftTree(parents) for parents in forests]
     batch = VerifyBatch(prefix_lens, trees, page, rows, shared_prefix_len=shared, page_table=page_table, device=device)
     num_pages = batch.num_pages + spare_pages
+    cache_dtype = dtype if cache_dtype is None else cache_dtype
 
     def draw(count: int, width: int, stream: int) -> Tensor:
-        return random(count, num_kv_heads, width, seed=1000 * seed + stream, dtype=dtype, device=device)
+        values = random(count, num_kv_heads, width, seed=1000 * seed + stream, dtype=dtype, device=device)
+        return values.to(cache_dtype)
 
     if interleaved:
         assert value_dim == dim
-        both = torch.full((num_pages, 2, page, num_kv_heads, dim), math.nan, dtype=dtype, device=device)
+        both = torch.full((num_pages, 2, page, num_kv_heads, dim), math.nan, dtype=cache_dtype, device=device)
         k_cache, v_cache = split_kv_cache(both)
     else:
-        k_cache = torch.full((num_pages, page, num_kv_heads, dim), math.nan, dtype=dtype, device=device)
-        v_cache = torch.full((num_pages, page, num_kv_heads, value_dim), math.nan, dtype=dtype, device=device)
+        k_cache = torch.full((num_pages, page, num_kv_heads, dim), math.nan, dtype=cache_dtype, device=device)
+        v_cache = torch.full((num_pages, page, num_kv_heads, value_dim), math.nan, dtype=cache_dtype, device=device)
     sequences: tuple[list[Tensor], list[Tensor]] = ([], [])
     for which, (cache, width) in enumerate(((k_cache, dim), (v_cache, value_dim))):
         common = draw(shared, width, 1 + which)
@@ -113,7 +118,9 @@ def verify_case(
     lengths = [len(sequence) for sequence in sequences[0]]
     dense = []
     for parts, width in zip(sequences, (dim, value_dim), strict=True):
-        padded = torch.full((len(parts), max([1, *lengths]), num_kv_heads, width), math.nan, dtype=dtype, device=device)
+        padded = torch.full(
+            (len(parts), max([1, *lengths]), num_kv_heads, width), math.nan, dtype=cache_dtype, device=device
+        )
         for row, part in enumerate(parts):
             padded[row, : len(part)] = part
         dense.append(padded)
@@ -140,7 +147,7 @@ def run_levels(case: VerifyCase, levels: Sequence[Level], backend: str, loads=No
 def check_levels(case: VerifyCase, levels: Sequence[Level], backend: str, loads=None, **options) -> State:
     """Run, and hold the state to the unrolled oracle within twice the error of plain torch in q's dtype."""
     state = run_levels(case, levels, backend, loads, **options)
-    oracle_options = {name: options[name] for name in ("softmax_scale", "softcap") if name in options}
+    oracle_options = {name: options[name] for name in ORACLE_OPTIONS if name in options}
     plain = case.oracle(case.q.dtype, **oracle_options)
     assert state.o.dtype == options.get("out_dtype", case.q.dtype)
     assert_state_close(state, case.oracle(**oracle_options), plain=plain)

@@ -30,6 +30,8 @@ class Pass:
 class Call(NamedTuple):
     """The options that all passes of a call share, as in `attention`; once they are checked, none is at its default.
 
+    Scales are then float32 `[H_kv]`, or None for 1.
+
     A tuple, for it is made in every call and costs half of a frozen dataclass.
     """
 
@@ -39,3 +41,6 @@ class Call(NamedTuple):
     out_dtype: dtype
     reads: Tensor | None
     backend: str
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import threshold_
 
 from cascade_lab.backends import Call, Pass
-from cascade_lab.states import merge_states
+from cascade_lab.states import merge_state, merge_states
 
 LOG2E = 1 / math.log(2)
 
@@ -49,48 +49,55 @@ def attend(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tenso
     tokens loaded in the forward pass: a token counts once for every block of query rows that it is loaded for.
 
     Returns o [T, H_q, D_v] in out_dtype and lse [T, H_q] in natural log: float64 for float64 inputs, else float32,
-    which is also the type that all arithmetic is done in. Rows that see no key get o = 0 and lse = -inf.
-    Differentiable once, through o and lse, with respect to q, k_cache and v_cache.
+    which is also the type that all arithmetic is done in. Rows that see no key get o = 0 and lse = -inf; sinks are
+    merged in last, as a state of no value. Differentiable once, through o and lse, with respect to q, k_cache, v_cache
+    and sinks.
 
     num_splits is accepted and has no effect: a state does not depend on how its keys were cut, and cutting only
     helps a device with more idle processors than row blocks. max_seqlen_q has none either.
     """
     states = []
+    options = call.k_scale, call.v_scale, call.softmax_scale, call.softcap
     for one in passes:
-        o, lse, loaded = _Attention.apply(q, one.k_cache, one.v_cache, one, call.softmax_scale, call.softcap)
+        o, lse, loaded = _Attention.apply(q, one.k_cache, one.v_cache, one, *options)
         if call.reads is not None:
             call.reads.add_(loaded)
         states.append((o, lse))
-    if len(states) == 1:
-        return o.to(call.out_dtype), lse
-    o, lse = (torch.stack(parts, dim=1) for parts in zip(*states, strict=True))
-    return merge_states(o, lse, out_dtype=call.out_dtype, backend="torch")
+    if len(states) > 1:
+        o, lse = (torch.stack(parts, dim=1) for parts in zip(*states, strict=True))
+        o, lse = merge_states(o, lse, backend="torch")
+    if call.sinks is not None:
+        nothing = o.new_zeros(o.shape[-1]).expand_as(o)
+        o, lse = merge_state(o, lse, nothing, call.sinks.to(lse.dtype).expand_as(lse), backend="torch")
+    return o.to(call.out_dtype), lse
 
 
 class _Attention(torch.autograd.Function):
     """`_forward` with `attention_backward` as its derivative; what has a gradient stands beside the pass."""
 
     @staticmethod
-    def forward(q: Tensor, _k: Tensor, _v: Tensor, one: Pass, *numbers: float) -> tuple[Tensor, Tensor, int]:
-        return _forward(q, one, *numbers)
+    def forward(q: Tensor, _k: Tensor, _v: Tensor, one: Pass, *options) -> tuple[Tensor, Tensor, int]:
+        return _forward(q, one, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        *differentiable, one, softmax_scale, softcap = inputs
+        *differentiable, one, k_scale, v_scale, softmax_scale, softcap = inputs
         indices = (one.page_table, one.cache_seqlens, one.cu_seqlens_q, one.tree_mask, one.tail_seqlens)
-        ctx.save_for_backward(*output[:2], *differentiable, *indices)
+        ctx.save_for_backward(*output[:2], *differentiable, *indices, k_scale, v_scale)
         ctx.constants = (*one.window_size, softmax_scale, softcap)
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor, d_lse: Tensor, _loaded: None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
         gradients = attention_backward(list(needs), d_o, d_lse, *ctx.saved_tensors, *ctx.constants)
-        return *(x if need else None for x, need in zip(gradients, needs, strict=True)), None, None, None
+        return *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 5
 
 
-def _forward(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor, int]:
+def _forward(
+    q: Tensor, one: Pass, k_scale: Tensor | None, v_scale: Tensor | None, softmax_scale: float, softcap: float
+) -> tuple[Tensor, Tensor, int]:
     """o [T, H_q, D_v] and lse [T, H_q] in the working precision, and the tokens loaded per KV head."""
-    plan = _plan(q, one, softmax_scale, softcap)
+    plan = _plan(q, one, k_scale, softmax_scale, softcap)
     o = plan.q.new_empty(*plan.q.shape[:3], plan.values.dim, dtype=plan.dtype)
     lse = plan.q.new_empty(*plan.q.shape[:3], 1, dtype=plan.dtype)
     scratch = plan.scratch()
@@ -109,6 +116,8 @@ def _forward(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> tupl
                 tile_o[:, rows], tile_lse[:, rows] = row_o, row_lse
                 loaded += tokens
         o[tile.rows], lse[tile.rows] = plan.unpacked(tile_o), plan.unpacked(tile_lse)
+    if v_scale is not None:
+        o *= v_scale[:, None, None]
     return o.flatten(1, 2), lse.flatten(1), loaded
 
 
@@ -184,6 +193,8 @@ def attention_backward(
     cu_seqlens_q: Tensor,
     tree_mask: Tensor | None,
     tail_seqlens: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     left: int,
     right: int,
     softmax_scale: float,
@@ -201,7 +212,7 @@ def attention_backward(
     d_o, d_lse, o = (x.to(lse.dtype) for x in (d_o, d_lse, o))
     window = (left, right)
     one = Pass(k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, 0, window, tree_mask, tail_seqlens)
-    plan = _plan(q, one, softmax_scale, softcap)
+    plan = _plan(q, one, k_scale, softmax_scale, softcap)
     need_q, need_k, need_v = needs
     d_q = plan.q.new_empty(plan.q.shape, dtype=plan.dtype)
     d_k = plan.q.new_zeros(plan.keys.cache.shape if need_k else 0, dtype=plan.dtype)
@@ -214,6 +225,8 @@ def attention_backward(
     norm = lse.masked_fill(empty, math.inf).mul_(LOG2E)
     heads = plan.q.shape[1:3]
     d_o, row_term, norm = (x.unflatten(1, heads) for x in (d_o, row_term[..., None], norm[..., None]))
+    if v_scale is not None:
+        d_o = d_o * v_scale[:, None, None]
 
     smallest = math.log2(torch.finfo(plan.dtype).tiny)
     scratch, d_scratch = plan.scratch(), plan.scratch()
@@ -400,8 +413,8 @@ class _Plan:
     requests: list[_Request]
     block_shapes: list[tuple[int, int]]  # rows and keys, by request
     dtype: torch.dtype
-    softmax_scale: float
-    q_factor: float  # q * q_factor gives base-2 scores, or the argument of tanh when there is a cap
+    softmax_scale: float | Tensor  # with k_scale [H_kv, 1, 1], and so q_factor
+    q_factor: float | Tensor  # q * q_factor gives base-2 scores, or the argument of tanh when there is a cap
     cap: float | None  # factor of tanh, in base 2
     k_factor: float  # q_factor * k_factor = softmax_scale
 
@@ -463,7 +476,7 @@ class _Plan:
                 yield _KeyBlock(self.keys.load(slots), self.values.load(slots), slots)
 
 
-def _plan(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> _Plan:
+def _plan(q: Tensor, one: Pass, k_scale: Tensor | None, softmax_scale: float, softcap: float) -> _Plan:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     page_size, num_kv_heads, value_dim = one.v_cache.shape[1:]
     num_heads, head_dim = q.shape[1:]
@@ -490,6 +503,7 @@ def _plan(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> _Plan:
     block_shapes = [_block_shape(request, group, num_kv_heads, max(head_dim, value_dim)) for request in requests]
     max_tokens = max((keys for _, keys in block_shapes), default=0)
     capped = softcap > 0
+    scale = softmax_scale if k_scale is None else softmax_scale * k_scale.to(dtype)[:, None, None]
     return _Plan(
         q=q.unflatten(1, (num_kv_heads, group)),
         keys=_Cache(one.k_cache, max_tokens, dtype),
@@ -497,8 +511,8 @@ def _plan(q: Tensor, one: Pass, softmax_scale: float, softcap: float) -> _Plan:
         requests=requests,
         block_shapes=block_shapes,
         dtype=dtype,
-        softmax_scale=softmax_scale,
-        q_factor=softmax_scale / softcap if capped else softmax_scale * LOG2E,
+        softmax_scale=scale,
+        q_factor=scale / softcap if capped else scale * LOG2E,
         cap=softcap * LOG2E if capped else None,
         k_factor=softcap if capped else 1 / LOG2E,
     )

@@ -36,7 +36,8 @@ NVIDIA_TARGETS = ("sm_80", "sm_90", "sm_100")
 # multiprocessors of A100, H200 and B200, for the number of splits
 _SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 _POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-_POINTERS |= {torch.int32: "*i32", torch.int64: "*i64"}
+_POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+_POINTERS |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Work:
         rows: packed rows, query rows x group, of each request.
         mask: "tree", "causal" or "none".
         row_stride: elements between tokens of one KV head in the cache; 0 is contiguous.
+        dtype, cache_dtype: of queries and of the cache, where it has another.
     """
 
     head_dim: int
@@ -62,6 +64,7 @@ class Work:
     keys: int = 2000
     num_splits: int | None = None
     dtype: str = "bfloat16"
+    cache_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def inspect_attention(work: Work, target: str) -> Report:
     """Compile the launch that `work` leads to and read it."""
     (launch,) = [one for one in _attention_launches(work, target) if "attention" in one.kernel.fn.__name__]
     columns = work.head_dim + (0 if work.latent else work.head_dim_v or work.head_dim)
-    tile_bytes = launch.keywords["BLOCK_N"] * columns * getattr(torch, work.dtype).itemsize
+    tile_bytes = launch.keywords["BLOCK_N"] * columns * _cache_dtype(work).itemsize
     return _read(launch, target, tile_bytes)
 
 
@@ -148,7 +151,7 @@ def launches_and_partials(work: Work, target: str) -> tuple[int, float]:
         os, lses = launches[-1].arguments[:2]
         partial = os.numel() * os.element_size() + lses.numel() * lses.element_size()
     width = work.head_dim + (work.head_dim_v or work.head_dim)
-    kv_bytes = work.keys * work.num_kv_heads * width * getattr(torch, work.dtype).itemsize
+    kv_bytes = work.keys * work.num_kv_heads * width * _cache_dtype(work).itemsize
     return len(launches), partial / kv_bytes
 
 
@@ -187,6 +190,10 @@ def _captured() -> Iterator[list[_Launch]]:
         JITFunction.run = original
 
 
+def _cache_dtype(work: Work) -> torch.dtype:
+    return getattr(torch, work.cache_dtype or work.dtype)
+
+
 def _attention_launches(work: Work, target: str) -> list[_Launch]:
     from cascade_lab._passes import check_pass
     from cascade_lab.backends import Call
@@ -196,7 +203,7 @@ def _attention_launches(work: Work, target: str) -> list[_Launch]:
     rows = work.rows // work.group
     pages = -(-work.keys // work.page_size)
     stride = work.row_stride or work.head_dim
-    k = torch.empty(pages, work.page_size, work.num_kv_heads, stride, dtype=dtype)[..., : work.head_dim]
+    k = torch.empty(pages, work.page_size, work.num_kv_heads, stride, dtype=_cache_dtype(work))[..., : work.head_dim]
     width = work.head_dim_v or work.head_dim
     v = k[..., :width] if work.latent else torch.empty_like(k.new_empty(*k.shape[:3], stride))[..., :width]
     q = torch.empty(rows, work.num_kv_heads * work.group, work.head_dim, dtype=dtype)

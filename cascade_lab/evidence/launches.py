@@ -78,12 +78,15 @@ def make(call: dict[str, Any]) -> None:
     if function != "attend":
         getattr(merge, function)(*(_empty(one) for one in arguments.values()))
         return
-    options = arguments["call"] | {
-        "softmax_scale": float(arguments["call"]["softmax_scale"]),
-        "softcap": float(arguments["call"]["softcap"]),
-        "out_dtype": getattr(torch, arguments["call"]["out_dtype"]),
-        "reads": _empty(arguments["call"]["reads"]),
-    }
+    options = (
+        arguments["call"]
+        | {
+            "softmax_scale": float(arguments["call"]["softmax_scale"]),
+            "softcap": float(arguments["call"]["softcap"]),
+            "out_dtype": getattr(torch, arguments["call"]["out_dtype"]),
+        }
+        | {name: _empty(arguments["call"].get(name)) for name in ("reads", "sinks", "k_scale", "v_scale")}
+    )
     attention.attend(_empty(arguments["q"]), [_pass(one) for one in arguments["passes"]], Call(**options))
 
 

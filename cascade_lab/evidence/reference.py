@@ -93,6 +93,9 @@ def attention_oracle(
     tail_seqlens: Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> Reference:
     """Paged, ragged attention from its definition; arguments and shapes as in `cascade_lab.attention`.
@@ -102,7 +105,8 @@ def attention_oracle(
     step. With `dtype=torch.float64` this is the oracle. With `dtype=q.dtype` it is the plain run an ordinary
     user would write: scores, probabilities and output are each rounded to that dtype, only the lse is taken
     in float32 (from the rounded scores), because a half-precision lse would loosen the bound that it has to
-    give. Differentiable through o and lse; rows without keys have zero gradients.
+    give. Keys and values are the caches' elements times their head's scale, formed in float64 and rounded to `dtype`;
+    a sink is one more score with the value 0. Differentiable through o and lse; rows without keys have zero gradients.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
@@ -119,6 +123,7 @@ def attention_oracle(
     )
     kv_head = torch.arange(num_heads, device=q.device) // (num_heads // num_kv_heads)
     lse_dtype = torch.promote_types(dtype, torch.float32)
+    scales = [torch.as_tensor(x, dtype=torch.float64, device=q.device).expand(num_kv_heads) for x in (k_scale, v_scale)]
     empty_o = torch.zeros(num_heads, v_cache.shape[-1], dtype=dtype, device=q.device)
     empty_lse = torch.full((num_heads,), -math.inf, dtype=lse_dtype, device=q.device)
 
@@ -127,11 +132,13 @@ def attention_oracle(
     for r, seen in enumerate(visible):
         tokens = torch.arange(seen.shape[1], device=q.device)
         pages = page_table[r, tokens // page_size].long()
-        keys = k_cache[pages, tokens % page_size].to(dtype)
-        values = v_cache[pages, tokens % page_size].to(dtype)
+        keys, values = (
+            (cache[pages, tokens % page_size].double() * scale[:, None]).to(dtype)
+            for cache, scale in zip((k_cache, v_cache), scales, strict=True)
+        )
         for i in range(seen.shape[0]):
             mine = seen[i].nonzero()[:, 0].to(q.device)
-            if len(mine) == 0:
+            if len(mine) == 0 and sinks is None:
                 o_rows.append(empty_o)
                 lse_rows.append(empty_lse)
                 continue
@@ -140,7 +147,11 @@ def attention_oracle(
             scores = (k @ q[starts[r] + i].to(dtype).unsqueeze(-1)).squeeze(-1) * scale
             if softcap > 0:
                 scores = softcap * torch.tanh(scores / softcap)
-            o_rows.append((scores.softmax(-1).unsqueeze(1) @ v).squeeze(1))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.masked_fill(sinks.isinf(), -math.inf).to(dtype)[:, None]), -1)
+                v = torch.cat((v, v.new_zeros(num_heads, 1, v.shape[-1])), 1)
+            weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+            o_rows.append((weights.unsqueeze(1) @ v).squeeze(1))
             lse_rows.append(scores.to(lse_dtype).logsumexp(-1))
     if not o_rows:
         return Reference(empty_o.expand(0, -1, -1), empty_lse.expand(0, -1))

@@ -16,7 +16,7 @@ SOURCES = sorted((Path(__file__).resolve().parents[2] / "cascade_lab" / "backend
 KNOWN = {
     *("abs", "arange", "atomic_add", "cast", "constexpr", "dot", "exp", "exp2", "full", "load", "log", "log2", "max"),
     *("maximum", "minimum", "program_id", "range", "static_assert", "store", "sum", "trans", "where", "zeros"),
-    *("zeros_like", "PropagateNan", "float32", "bfloat16", "int32", "int64", "uint32", "uint64"),
+    *("zeros_like", "PropagateNan", "float32", "float16", "bfloat16", "int16", "int32", "int64", "uint32", "uint64"),
 }
 
 

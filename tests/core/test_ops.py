@@ -19,6 +19,8 @@ from tests.cases import attention_case, int32, random, tree_mask
 from tests.verify import CHAIN, FORK, verify_case
 
 OPS = torch.ops.cascade_lab
+SINKS = torch.tensor([0.5, -torch.inf, 3.0, -1.0])
+SCALES = torch.tensor([0.5, 2.5]), torch.tensor([3.0, 0.25])
 TREES = [[-1, 0, 0, 1, 2], [-1, 0, 1], [-1]]
 CASES = {
     "causal": dict(causal=True),
@@ -128,6 +130,36 @@ def test_compiled_attention_equals_plain(name, dynamic):
     plain = with_gradients(run, *inputs)
     assert plain[2].abs().sum() > 0
     assert_same(with_gradients(whole(run, dynamic=dynamic), *inputs), plain)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_compiled_sinks_and_scales_equal_plain_ones(levels):
+    """One operator with the sinks' gradient, also over levels, where plain calls merge the sinks in by a step apart."""
+    case = verify_case([6, 3, 0], [FORK, CHAIN, CHAIN], dtype=torch.float64)
+    plan = case.batch.levels("cascade" if levels == 2 else "fused")
+    assert len(plan) == levels
+    scales = dict(zip(("k_scale", "v_scale"), SCALES, strict=True))
+
+    def run(q, k_cache, v_cache, sinks):
+        return cascade_attention(q, k_cache, v_cache, plan, sinks=sinks, **scales)
+
+    inputs = (case.q, case.k_cache.nan_to_num(), case.v_cache.nan_to_num(), SINKS.double())
+    plain = with_gradients(run, *inputs)
+    assert plain[-1][[0, 2, 3]].abs().min() > 0
+    assert plain[-1][1] == 0
+    assert_same(with_gradients(whole(run), *inputs), plain, rtol=1e-10, atol=1e-12)
+    assert compiled_graph(run, *inputs) == ["attention"]
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_compiled_float8_caches_equal_plain_ones(kernels, cache_dtype):
+    case = ragged(causal=True, dtype=torch.float16, cache_dtype=cache_dtype)
+
+    def run(q, k_cache, v_cache, k_scale, sinks):
+        return call(case, q, k_cache, v_cache, k_scale=k_scale, v_scale=0.5, sinks=sinks, backend=kernels)
+
+    inputs = (case.q, case.k_cache, case.v_cache, SCALES[0], SINKS)
+    assert_same(whole(run)(*inputs), run(*inputs))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "float64" not in name])
@@ -411,12 +443,12 @@ def operator_call(name: str, backend: str, dtype=torch.float32, masked=True, rea
     if name == "attention_backward":
         o, lse = call(case, case.q, case.k_cache, case.v_cache, tree_mask=mask, tail_seqlens=tails)
         d_o, d_lse = random(*o.shape, seed=4, dtype=dtype).transpose(0, 1).contiguous().transpose(0, 1), lse.cos()
-        inputs = (d_o, d_lse.nan_to_num(), o, lse, case.q, *tensors, mask, tails)
+        inputs = (d_o, d_lse.nan_to_num(), o, lse, case.q, *tensors, mask, tails, *SCALES)
         return OPS.attention_backward, ([True, reads, True], *inputs, 2, -1, *constants)
     window = (-1, -1) if masked else (4, 0)
-    options = (*constants, 2, dtype, reads, backend)
+    options = (*constants, 2, dtype, reads, backend, *((SINKS, *SCALES) if "sinks" in name else (None, None, None)))
     passes = [(*tensors, 5, *window, mask, tails)]
-    if name == "attention over two passes":
+    if "two passes" in name:
         # the second pass reads nothing in two requests, and has no mask
         passes.append((*tensors[:3], int32([2, 0, 3, 0]), tensors[4], 9, -1, -1, None, None))
     return OPS.attention, (case.q, *map(list, zip(*passes, strict=True)), *options)
@@ -427,7 +459,11 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch
 
 @each_dtype
 @pytest.mark.parametrize(
-    "name", ["merge_state", "merge_states", "merge_state_out", "attention", "attention over two passes"]
+    "name",
+    [
+        *("merge_state", "merge_states", "merge_state_out"),
+        *("attention", "attention over two passes with sinks"),
+    ],
 )
 def test_operators_pass_opcheck(kernels, name, dtype):
     operator, arguments = operator_call(name, kernels, dtype)
@@ -435,7 +471,10 @@ def test_operators_pass_opcheck(kernels, name, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["merge_state", "merge_states", "attention", "attention over two passes"])
+@pytest.mark.parametrize(
+    "name",
+    ["merge_state", "merge_states", "attention", "attention over two passes with sinks"],
+)
 def test_operators_pass_opcheck_with_gradients(name, dtype):
     for masked in (True, False) if "attention" in name else (True,):
         operator, arguments = operator_call(name, "torch", dtype, masked, reads=masked)
@@ -443,7 +482,9 @@ def test_operators_pass_opcheck_with_gradients(name, dtype):
         def needed(x):
             if isinstance(x, list):
                 return [needed(y) for y in x]
-            return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+            if not isinstance(x, Tensor) or not x.is_floating_point() or any(x is scale for scale in SCALES):
+                return x
+            return x.detach().requires_grad_()
 
         torch.library.opcheck(operator, tuple(map(needed, arguments)))
 

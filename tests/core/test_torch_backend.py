@@ -32,13 +32,17 @@ class Case:
     softcap: float = 0.0
 
     def run(self, **changed) -> tuple[Tensor, Tensor]:
-        arguments = vars(self) | {
-            "max_seqlen_q": int(self.cu_seqlens_q.diff().max()) if len(self.cu_seqlens_q) > 1 else 0,
-            "num_splits": None,
-            "out_dtype": self.q.dtype,
-            "reads": None,
-            "backend": "torch",
-        }
+        arguments = (
+            vars(self)
+            | {
+                "max_seqlen_q": int(self.cu_seqlens_q.diff().max()) if len(self.cu_seqlens_q) > 1 else 0,
+                "num_splits": None,
+                "out_dtype": self.q.dtype,
+                "reads": None,
+                "backend": "torch",
+            }
+            | dict.fromkeys(("sinks", "k_scale", "v_scale"))
+        )
         arguments |= changed
         only = Pass(*(arguments[field.name] for field in fields(Pass)))
         return torch_backend.attend(arguments["q"], [only], Call(*(arguments[name] for name in Call._fields)))

@@ -7,7 +7,8 @@ and those that only some rows see on the right (the diagonal, a tree's tail, the
 
     s = scale q k^T,  m' = max(m, max s),  l' = l e^(m - m') + sum e^(s - m'),  acc' = acc e^(m - m') + e^(s - m') v
 
-in powers of two; at the end o = acc / l and lse = ln 2 (m + log2 l).
+in powers of two; at the end o = acc / l and lse = ln 2 (m + log2 l). A row's first part begins with the sink instead of
+nothing, m = sink / ln 2 and l = 1: it is a score that brings no value.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import triton.language as tl
 
 from cascade_lab import runtime
 from cascade_lab.backends import Call, Pass
-from cascade_lab.backends.triton.config import Tile, head_blocks, rows_of, splits_for, tile_for
-from cascade_lab.backends.triton.merge import NEG_INF, merge_many, round_to
+from cascade_lab.backends.triton.config import Tile, converts_float8, head_blocks, rows_of, splits_for, tile_for
+from cascade_lab.backends.triton.merge import NEG_INF, POS_INF, merge_many, round_to
 from cascade_lab.backends.triton.mode import jit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -99,11 +100,40 @@ def _load_rows(p_rows, m_rows, m_columns, MASKED: tl.constexpr, PADDED: tl.const
 
 
 @jit
+def _widen(x, dtype: tl.constexpr, CODES: tl.constexpr):
+    """Keys or values in the dtype of queries, which holds every number of float8 exactly.
+
+    CODES 4 or 5 are the exponent bits of float8 in bytes. e5m2 is the upper half of a float16. e4m3, put behind the
+    sign of one, is 2^-8 of its value, subnormal numbers included, and its one NaN comes out as 480.
+    """
+    if CODES == 5:
+        x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    if CODES == 4:
+        # the sign goes to bit 15 and its copy in bit 14 goes out
+        bits = ((x.to(tl.int16) << 8) >> 1) & -16512
+        half = bits.to(tl.float16, bitcast=True) * 256.0
+        x = tl.where(tl.abs(half) > 448.0, float("nan"), half)
+    return x.to(dtype)
+
+
+@jit
 def _load_queries(q_ptr, o_row, o_d, m_row, sign, D: tl.constexpr, INTERPRETED: tl.constexpr):
     """Columns o_d of the packed query rows. The scale's sign goes in here, exactly, so that the largest raw score is
     the largest scaled one."""
     b_q = tl.load(q_ptr + o_row[:, None] + o_d, mask=m_row[:, None] & (o_d < D), other=0.0)
     return _dot_operand((b_q.to(tl.float32) * sign).to(b_q.dtype), INTERPRETED)
+
+
+@jit
+def _first_state(sinks_ptr, i_h, m_row, i_part, SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Running maximum and sum of rows that have seen no key; the first part of a row has its head's sink in them."""
+    b_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        b_sink = tl.load(sinks_ptr + i_h, mask=m_row & (i_part == 0), other=NEG_INF).to(tl.float32)
+        b_max = tl.where(b_sink == POS_INF, NEG_INF, b_sink * LOG2_E)
+        b_sum = tl.where(b_max == NEG_INF, 0.0, 1.0)
+    return b_max, b_sum
 
 
 @jit
@@ -113,7 +143,7 @@ def _attend_tile(
     n_start, lo, hi, K, tail, left, right, scale, softcap,
     stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_table_page, page_size,
     D: tl.constexpr, D_V: tl.constexpr, LATENT: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, CODES: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRETED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -145,19 +175,19 @@ def _attend_tile(
     p_k = k_ptr + ((page * stride_k_page + i_first * stride_k_slot) + i_slot * stride_k_slot)[:, None]
     p_v = v_ptr + ((page * stride_v_page + i_first * stride_v_slot) + i_slot * stride_v_slot)[:, None]
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_D2], [BLOCK_N, BLOCK_V]; V is K's own columns when it is a view of the latent
-    b_k = _load_rows(p_k + o_d, m_n, o_d < D, MASKED, BLOCK_D > D)
+    b_k = _widen(_load_rows(p_k + o_d, m_n, o_d < D, MASKED, BLOCK_D > D), b_q.dtype, CODES)
     if BLOCK_D2 > 0:
         o_d2 = BLOCK_D + tl.arange(0, BLOCK_D2)[None, :]
-        b_k2 = _load_rows(p_k + o_d2, m_n, o_d2 < D, MASKED, BLOCK_D + BLOCK_D2 > D)
+        b_k2 = _widen(_load_rows(p_k + o_d2, m_n, o_d2 < D, MASKED, BLOCK_D + BLOCK_D2 > D), b_q.dtype, CODES)
     if LATENT:
         b_v = b_k
     else:
-        b_v = _load_rows(p_v + o_v, m_n, o_v < D_V, MASKED, BLOCK_V > D_V)
+        b_v = _widen(_load_rows(p_v + o_v, m_n, o_v < D_V, MASKED, BLOCK_V > D_V), b_q.dtype, CODES)
 
     # [BLOCK_M, BLOCK_N] raw scores; exponents in powers of two are s * to_log2, scaled inside one multiply-add
-    b_s = tl.dot(b_q, tl.trans(_dot_operand(b_k, INTERPRETED)), input_precision="ieee")
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if BLOCK_D2 > 0:
-        b_s = tl.dot(b_q2, tl.trans(_dot_operand(b_k2, INTERPRETED)), b_s, input_precision="ieee")
+        b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
     to_log2 = scale * LOG2_E
     if SOFTCAP:
         b_s = softcap * _tanh(b_s * scale / softcap)
@@ -180,23 +210,22 @@ def _attend_tile(
     b_p = tl.exp2(b_s * to_log2 - shift[:, None])
     b_sum = b_sum * keep + tl.sum(b_p, 1)
     b_acc = b_acc * keep[:, None]
-    b_acc = tl.dot(
-        b_p if INTERPRETED else b_p.to(b_v.dtype), _dot_operand(b_v, INTERPRETED), b_acc, input_precision="ieee"
-    )
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
     return b_acc, new_max, b_sum
 
 
 @jit
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, page_table_ptr, lengths_ptr, rows_ptr, mask_ptr, tails_ptr, o_ptr, lse_ptr, reads_ptr,
-    sign, scale, softcap, left, right, page_size, tiles_per_request, num_splits,
+    sinks_ptr, k_scale_ptr, v_scale_ptr, sign, scale, softcap, left, right, page_size, tiles_per_request, num_splits,
     stride_q_t, stride_q_h, stride_k_page, stride_k_slot, stride_k_h, stride_v_page, stride_v_slot, stride_v_h,
     stride_table, stride_table_page, stride_mask, stride_mask_word,
     stride_o_t, stride_o_s, stride_o_h, stride_l_t, stride_l_s, stride_l_h,
     D: tl.constexpr, D_V: tl.constexpr, LATENT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
-    TAILS: tl.constexpr, SOFTCAP: tl.constexpr, READS: tl.constexpr, INTERPRETED: tl.constexpr,
+    TAILS: tl.constexpr, SOFTCAP: tl.constexpr, READS: tl.constexpr, SINKS: tl.constexpr, INTERPRETED: tl.constexpr,
+    CODES: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_V: tl.constexpr, TAIL_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -239,8 +268,7 @@ def _attention_kernel(
         f_lo = tl.minimum(t_hi, tl.maximum(t_lo, (all_lo + BLOCK_N - 1) // BLOCK_N))
         f_hi = tl.maximum(f_lo, tl.minimum(t_hi, all_hi // BLOCK_N))
 
-        b_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
-        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_max, b_sum = _first_state(sinks_ptr, i_h, m_row, i_split, SINKS, BLOCK_M)
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         # strides come in units that keep rows 16-byte aligned, which is what wide loads are proved from
         k_page = tl.cast(stride_k_page, tl.int64) * UNIT
@@ -249,6 +277,8 @@ def _attention_kernel(
         v_slot = tl.cast(stride_v_slot, tl.int64) * UNIT
         p_k = k_ptr + i_kv * (tl.cast(stride_k_h, tl.int64) * UNIT)
         p_v = v_ptr + i_kv * (tl.cast(stride_v_h, tl.int64) * UNIT)
+        if K_SCALE:
+            scale *= tl.load(k_scale_ptr + i_kv)
         page_ptr = page_table_ptr + i_r.to(tl.int64) * stride_table
         o_mask = i_t * stride_mask
         if LEFT:
@@ -257,7 +287,7 @@ def _attention_kernel(
                     b_q, b_q2, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word,
                     m_row, i_pos, n, lo, hi, K, tail, left, right, scale, softcap,
                     k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
-                    D, D_V, LATENT, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
+                    D, D_V, LATENT, WORDS, PAGE, True, CODES, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
                     TAIL_N, BLOCK_D, BLOCK_D2, BLOCK_V,
                 )  # fmt: skip
         for n in tl.range(f_lo * BLOCK_N, f_hi * BLOCK_N, BLOCK_N, num_stages=STAGES):
@@ -265,7 +295,7 @@ def _attention_kernel(
                 b_q, b_q2, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word,
                 m_row, i_pos, n, lo, hi, K, tail, left, right, scale, softcap,
                 k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
-                D, D_V, LATENT, WORDS, PAGE, False, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
+                D, D_V, LATENT, WORDS, PAGE, False, CODES, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
                 BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_V,
             )  # fmt: skip
         for n in tl.range(f_hi * BLOCK_N, tl.minimum(hi, t_hi * BLOCK_N), TAIL_N, num_stages=1):
@@ -273,13 +303,15 @@ def _attention_kernel(
                 b_q, b_q2, b_acc, b_max, b_sum, p_k, p_v, page_ptr, mask_ptr, o_mask, stride_mask_word,
                 m_row, i_pos, n, lo, hi, K, tail, left, right, scale, softcap,
                 k_page, k_slot, v_page, v_slot, stride_table_page, page_size,
-                D, D_V, LATENT, WORDS, PAGE, True, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
+                D, D_V, LATENT, WORDS, PAGE, True, CODES, LEFT, RIGHT, TREE, SOFTCAP, INTERPRETED,
                 TAIL_N, BLOCK_D, BLOCK_D2, BLOCK_V,
             )  # fmt: skip
 
         # a sum of 0 rather than a maximum of -inf: a NaN score is lost in the maximum, not in the sum
         empty = b_sum == 0.0
         b_o = b_acc / tl.where(empty, 1.0, b_sum)[:, None]
+        if V_SCALE:
+            b_o *= tl.load(v_scale_ptr + i_kv)
         b_lse = tl.where(empty, NEG_INF, (b_max + tl.log2(tl.where(empty, 1.0, b_sum))) * LN_2)
         o_v = tl.arange(0, BLOCK_V)[None, :]
         i_s = i_split.to(tl.int64)
@@ -321,7 +353,9 @@ def attend(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> tuple[torch.T
         part_lse = torch.empty((T, parts, H_q), dtype=torch.float32, device=q.device)
     at = 0
     for one, tile, n in zip(passes, tiles, splits, strict=True):
-        _launch(q, one, call, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n])
+        # each row is in every pass, so the first one's first split takes the sinks
+        sinks = call.sinks if at == 0 else None
+        _launch(q, one, call, sinks, tile, n, part_o[:, at : at + n], part_lse[:, at : at + n])
         at += n
     if parts > 1:
         merge_many(part_o, part_lse, o, lse)
@@ -341,17 +375,19 @@ def _splits(q: torch.Tensor, one: Pass, tile: Tile, num_sms: int) -> int:
         programs=one.page_table.shape[0] * triton.cdiv(rows, tile.block_m) * H_kv,
         rows=rows,
         max_keys=one.page_table.shape[1] * page_size,
-        kv_width=(D + D_v) * q.element_size(),
+        kv_width=(D + D_v) * one.k_cache.element_size(),
         out_width=D_v * 4,
         tile=tile,
         num_sms=num_sms,
     )
 
 
-def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
+def _launch(q, one: Pass, call: Call, sinks: torch.Tensor | None, tile: Tile, splits: int, o, lse) -> None:
     """One pass into o [T, splits, H_q, D_v] and lse [T, splits, H_q]."""
     H_q, D = q.shape[1:]
-    softmax_scale, softcap, reads = call.softmax_scale, call.softcap, call.reads
+    softmax_scale, softcap, reads, k_scale, v_scale = (
+        call.softmax_scale, call.softcap, call.reads, call.k_scale, call.v_scale,
+    )  # fmt: skip
     page_size, H_kv = one.k_cache.shape[1:3]
     D_v = one.v_cache.shape[-1]
     tiles = triton.cdiv(_packed_rows(q, one), tile.block_m)
@@ -360,11 +396,17 @@ def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
     mask = one.tree_mask if one.tree_mask is not None else lengths[:, None]
     tails = one.tail_seqlens.contiguous() if one.tail_seqlens is not None else lengths
     block_d, block_d2 = head_blocks(D)
+    interpreted = runtime.triton_mode() == "interpreted"
     unit, cache_strides = _stride_units(one.k_cache, one.v_cache)
+    k_cache, v_cache = one.k_cache, one.v_cache
+    codes = _codes(k_cache.dtype, q.dtype, "" if interpreted else runtime.device_target(q.device).name)
+    if codes:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     sign = (softmax_scale > 0) - (softmax_scale < 0)
     _attention_kernel[(len(lengths) * tiles, H_kv, splits)](
-        q, one.k_cache, one.v_cache, one.page_table, lengths, rows, mask, tails, o, lse,
-        reads if reads is not None else lengths,
+        q, k_cache, v_cache, one.page_table, lengths, rows, mask, tails, o, lse,
+        reads if reads is not None else lengths, sinks.contiguous() if sinks is not None else lengths,
+        k_scale if k_scale is not None else lengths, v_scale if v_scale is not None else lengths,
         float(sign), abs(softmax_scale) if sign else 1.0, softcap, *one.window_size, page_size, tiles, splits,
         *q.stride()[:2], *cache_strides,
         *one.page_table.stride(), *mask.stride(), *o.stride()[:3], *lse.stride(),
@@ -373,7 +415,9 @@ def _launch(q, one: Pass, call: Call, tile: Tile, splits: int, o, lse) -> None:
         PAGE=_page_constant(one),
         LEFT=one.window_size[0] >= 0, RIGHT=one.window_size[1] >= 0,
         TREE=one.tree_mask is not None, TAILS=one.tail_seqlens is not None,
-        SOFTCAP=softcap > 0, READS=reads is not None, INTERPRETED=runtime.triton_mode() == "interpreted",
+        SOFTCAP=softcap > 0, READS=reads is not None, SINKS=sinks is not None,
+        CODES=codes, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
+        INTERPRETED=interpreted,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_D=block_d, BLOCK_D2=block_d2, BLOCK_V=max(16, triton.next_power_of_2(D_v)),
         TAIL_N=tile.tail_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
@@ -390,6 +434,17 @@ def _page_constant(one: Pass) -> int:
     if one.page_table.shape[1] == 1:
         return 1 << 30
     return page_size if page_size & (page_size - 1) == 0 else 0
+
+
+def _codes(dtype: torch.dtype, q_dtype: torch.dtype, target: str) -> int:
+    """Exponent bits of a cache that the kernel takes as bytes, 0 for one in a type of Triton's.
+
+    That is float8 where the machine converts it to the dtype of q. What Triton does elsewhere, in the interpreter and
+    from e5m2 to bfloat16, makes numbers of NaN and infinities.
+    """
+    exponent_bits = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}.get(dtype, 0)
+    converted = converts_float8(target) and (exponent_bits == 4 or q_dtype == torch.float16)
+    return 0 if converted else exponent_bits
 
 
 def _is_latent(one: Pass) -> bool:

@@ -88,6 +88,11 @@ def rows_of(name: str) -> str:
     return next((target for least, target in _GENERATIONS if number >= least), "sm_75")
 
 
+def converts_float8(name: str) -> bool:
+    """Whether a device of that name has instructions from float8 to float16: NVIDIA's from Ada Lovelace on."""
+    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 89
+
+
 def tiles(target: str, head_dim: int) -> tuple[Tile, ...]:
     """The table's rows for half-precision inputs: tiles of rising block_m.
 

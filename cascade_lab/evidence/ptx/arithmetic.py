@@ -6,6 +6,8 @@ nearer to the exact value than the hardware's approximations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -40,6 +42,40 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 def to_f16(x: np.ndarray) -> np.ndarray:
     """float32 rounded to nearest even float16, its bits in uint32."""
     return x.astype(np.float16).view(U16).astype(U32)
+
+
+def half(pair: np.ndarray, k: int) -> np.ndarray:
+    """The lower (0) or upper (1) float16 of a register of two."""
+    return (pair >> U32(16 * k)).astype(U16).view(np.float16)
+
+
+def half2(operation: Callable, *pairs: np.ndarray) -> np.ndarray:
+    """`operation` on both float16 of registers of two, each result rounded once."""
+    low, high = (operation(*(half(pair, k) for pair in pairs)).view(U16).astype(U32) for k in (0, 1))
+    return low | high << U32(16)
+
+
+def float8_to_f16(pair: np.ndarray, exponent_bits: int) -> np.ndarray:
+    """Two float8 in 16 bits, e4m3 or e5m2 by their exponent bits, as two float16 in 32."""
+    table = _FLOAT8[exponent_bits].view(U16).astype(U32)
+    return table[pair & U16(255)] | table[pair >> U16(8)] << U32(16)
+
+
+def _float8_values(exponent_bits: int) -> np.ndarray:
+    """The number of each of 256 codes by the definition: e4m3 has one NaN and no infinity, e5m2 both as in IEEE 754."""
+    mantissa_bits, bias = 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1
+    values = np.zeros(256, np.float16)
+    for code in range(256):
+        exponent, mantissa = code >> mantissa_bits & 2**exponent_bits - 1, code & 2**mantissa_bits - 1
+        fraction = mantissa / 2**mantissa_bits
+        value = (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
+        if exponent == 2**exponent_bits - 1 and (exponent_bits == 5 or mantissa == 7):
+            value = np.nan if mantissa else np.inf
+        values[code] = -value if code & 128 else value
+    return values
+
+
+_FLOAT8 = {exponent_bits: _float8_values(exponent_bits) for exponent_bits in (4, 5)}
 
 
 def _divisor(b: np.ndarray) -> np.ndarray:

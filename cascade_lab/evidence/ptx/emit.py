@@ -34,7 +34,7 @@ _MODIFIERS = {
         "shfl": "sync bfly idx up down",
         "mov selp and or xor not bra ret exit": "uni",
         "setp": "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan and or xor ftz",
-        "cvt": "rn rz rzi rni rmi rpi ftz",
+        "cvt": "rn rz rzi rni rmi rpi ftz e4m3x2 e5m2x2",
         "ex2 lg2 tanh rcp sqrt rsqrt abs neg": "approx rn ftz",
         "add sub fma": "rn ftz",
         "mul mad": "rn ftz lo hi wide",
@@ -48,6 +48,7 @@ _MODIFIERS = {
 _ORDERED = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 # each unordered comparison is the opposite of an ordered one
 _UNORDERED = {"neu": "==", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
+_PAIRED = {"add": "np.add", "sub": "np.subtract", "mul": "np.multiply", "abs": "np.abs", "neg": "np.negative"}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _UNARY = {
     "ex2": "np.exp2({})", "lg2": "np.log2({})", "tanh": "np.tanh({})", "sqrt": "np.sqrt({})", "abs": "np.abs({})",
@@ -442,6 +443,11 @@ class Emitter:
         self.assign(i.operands[0], kind, width, f"where({self.value(i.operands[3], 'p', 1)}, {yes}, {no})", guard)
 
     def _setp(self, i: Instruction, guard: str | None, taking: str) -> None:
+        if i.parts[-1] == "f16x2":
+            a, b = (self.value(operand, "u", 32) for operand in i.operands[1:])
+            for k, predicate in enumerate(i.operands[0].split("|")):
+                self.assign(predicate, "p", 1, f"half({a}, {k}) {_ORDERED[i.parts[1]]} half({b}, {k})", guard)
+            return
         kind, width = _numeric(i.parts[-1])
         comparison, a, b = i.parts[1], *(self.value(operand, kind, width) for operand in i.operands[1:3])
         if comparison in ("num", "nan"):
@@ -483,6 +489,11 @@ class Emitter:
                 self.assign(result, "u", 32, f"{bits[0]} << {self.whole.constant(16, 'u', 32)} | {bits[1]}", guard)
             else:
                 self.assign(result, "u", 16, f"{bits[0]}.astype(u16)", guard)
+        elif to == "f16x2" and source in ("e4m3x2", "e5m2x2"):
+            self.assign(result, "u", 32, f"float8_to_f16({self.value(operands[0], 'u', 16)}, {source[1]})", guard)
+        elif (to, source, rounding) in (("bf16", "f16", ""), ("bf16", "f16", "rn")):
+            wide = f"{self.value(operands[0], 'f', 16)}.astype(f32)"
+            self.assign(result, "u", 16, f"to_bf16({wide}).astype(u16)", guard)
         elif (to, source) == ("f32", "bf16"):
             half = f"{self.value(operands[0], 'u', 16)}.astype(u32)"
             self.assign(result, "f", 32, f"({half} << {self.whole.constant(16, 'u', 32)}).view(f32)", guard)
@@ -495,7 +506,15 @@ class Emitter:
                 raise Unsupported("")
             self.assign(result, kind, width, f"{value}.astype({kind}{width})", guard)
 
+    def _pair(self, i: Instruction, guard: str | None) -> None:
+        """One operation on two float16 in a register."""
+        words = ", ".join(self.value(operand, "u", 32) for operand in i.operands[1:])
+        self.assign(i.operands[0], "u", 32, f"half2({_PAIRED[i.parts[0]]}, {words})", guard)
+
     def _ex2(self, i: Instruction, guard: str | None, taking: str) -> None:
+        if i.parts[-1] == "f16x2" and i.parts[0] in _PAIRED:
+            self._pair(i, guard)
+            return
         kind, width = _numeric(i.parts[-1])
         if kind == "f" and width != 32 or kind == "u" or kind == "s" and i.parts[0] not in ("neg", "abs"):
             raise Unsupported("")
@@ -506,6 +525,9 @@ class Emitter:
 
     def _add(self, i: Instruction, guard: str | None, taking: str) -> None:
         """add, sub, mul, mad, fma, div, rem, min, max of every type."""
+        if i.parts[-1] == "f16x2" and i.parts[0] in _PAIRED:
+            self._pair(i, guard)
+            return
         head, parts = i.parts[0], i.parts
         kind, width = _numeric(parts[-1])
         if kind == "f" and width != 32:

@@ -1,8 +1,9 @@
 """PTX text as a list of instructions, each with the line of the Triton source that it came from.
 
 It reads the dialect that Triton's back end writes: one entry function, virtual registers declared by prefix, inline
-assembly already spliced in, `.loc` lines with the source place in a comment. It gives instructions no meaning beyond
-which registers they read and write; functions, local memory and tables of branch targets are not read.
+assembly already spliced in, `.loc` lines with the source place in a comment. Registers that a piece of inline assembly
+declares for itself get names of their own. It gives instructions no meaning beyond which registers they read and write;
+functions, local memory and tables of branch targets are not read.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from cascade_lab.evidence.ptx.faults import Unsupported
 
 REGISTER = re.compile(r"%[a-z]+\d+\b")
+# prefixes of registers that are declared in a scope of inline assembly, by their bits
+_SCOPED = {1: "%ip", 16: "%ih", 32: "%iw", 64: "%id"}
+_NAME = re.compile(r"(?<![%\w.$])[A-Za-z_]\w*")
 # no destination register: the first operand is an address, a label or a count
 _NO_RESULT = {
     "st", "red", "stmatrix", "bra", "ret", "exit", "bar", "barrier", "cp", "fence", "membar", "griddepcontrol", "trap",
@@ -110,6 +115,8 @@ def parse(ptx: str) -> Kernel:
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", entry[3])
     files = dict(re.findall(r'\.file\s+(\d+)\s+"[^"]*?([^/"]+)"', ptx))
     widths: dict[str, int] = {}
+    scope: dict[str, str] = {}
+    fresh = count()
     labels: dict[str, int] = {}
     instructions: list[Instruction] = []
     place, unfinished = "?", ""
@@ -123,11 +130,22 @@ def parse(ptx: str) -> Kernel:
             place = comment.strip() or f"{files.get(number, number)}:{row}"
         elif text.startswith(".reg"):
             kind, declared = re.match(r"\.reg \.(\w+)\s+(.*);", text).groups()
-            for prefix in declared.split(","):
-                widths[prefix.strip().split("<")[0]] = 1 if kind == "pred" else int(kind[1:])
+            width = 1 if kind == "pred" else int(kind[1:])
+            for name_or_range in map(str.strip, declared.split(",")):
+                prefix, _, size = name_or_range.rstrip(">").partition("<")
+                if prefix.startswith("%"):
+                    widths[prefix] = width
+                    continue
+                widths[_SCOPED[width]] = width
+                for own in [f"{prefix}{k}" for k in range(int(size))] if size else [prefix]:
+                    scope[own] = f"{_SCOPED[width]}{next(fresh)}"
+        elif text in ("{", "}") and not unfinished:
+            scope.clear()
         elif label := re.fullmatch(r"([\w$]+):", text):
             labels[label[1]] = len(instructions)
         elif text and text not in "{}" and not text.startswith("."):
+            if scope:
+                text = _NAME.sub(lambda found: scope.get(found[0], found[0]), text)
             *statements, unfinished = f"{unfinished} {text}".split(";")
             for statement in statements:
                 instructions.append(_instruction(statement.lstrip("{} \t"), len(instructions), place))
