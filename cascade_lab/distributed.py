@@ -209,6 +209,8 @@ def sharded_attention(
 
     Each rank reads its own pages, and the partial states are merged. Drafts are few and written everywhere: a level in
     `replicated` is held whole by each rank, and its requests are dealt out, so that no key is read or counted twice.
+    Attention sinks belong to no rank: one `merge_state` with the state of no value (o = 0, lse = sink) adds them to the
+    global state.
 
     Args:
         q: `[T, H_q, D]`, the same rows on every rank.
@@ -306,6 +308,8 @@ def ring_attention(
                     f"{name}: expected the {held[rank]} tokens that rank {rank} of {world_size} holds under layout "
                     f"{layout!r}, given {len(x)}"
                 )
+            if x.dtype != q.dtype:
+                raise TypeError(f"{name}: expected dtype {q.dtype} as q, given {x.dtype}")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise RuntimeError("ring_attention has no gradient: call it under torch.no_grad()")
         # no rows: what is left are the checks of all other arguments, before anything is sent

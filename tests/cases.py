@@ -143,6 +143,38 @@ def attention_case(
     return AttentionCase(q, k_cache, v_cache, table.to(device), int32(lengths, device), offsets(rows, device), options)
 
 
+def every_float8(cache_dtype: torch.dtype, dtype: torch.dtype = torch.float32, device="cpu"):
+    """A row and a key for each of the 256 codes, and each row sees its own key: its score and its value are the code.
+
+    Returns the case, the numbers as float32, and how many of them are finite: these are one request, and each of the
+    others is one of its own, behind it.
+    """
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(cache_dtype)
+    is_finite = codes.float().isfinite()
+    codes, finite = torch.cat((codes[is_finite], codes[~is_finite])), int(is_finite.sum())
+    k = torch.zeros(256, 1, 1, 16, device=device).to(cache_dtype)
+    k[:, 0, 0, 3] = codes
+    q = torch.zeros(256, 1, 16, dtype=dtype, device=device)
+    q[..., 3] = 1.0
+    rows = [finite, *[1] * (256 - finite)]
+    table = torch.arange(256, dtype=torch.int32, device=device).expand(len(rows), 256).clone()
+    table[1:, 0] = torch.arange(finite, 256, device=device)
+    options = {"window_size": (0, 0), "softmax_scale": 1.0}
+    v = codes.view(256, 1, 1, 1).clone()
+    case = AttentionCase(q, k, v, table, int32(rows, device), offsets(rows, device), options)
+    return case, codes.float(), finite
+
+
+def assert_every_float8_is_exact(state, numbers: Tensor, finite: int) -> None:
+    """Numbers as o and as lse, but for a rounding, far less than two of them differ; NaN as NaN, nothing finite of an
+    infinity."""
+    eps = 2 * torch.finfo(state.o.dtype).eps
+    torch.testing.assert_close(state.o[:finite, 0, 0].float(), numbers[:finite], rtol=eps, atol=0)
+    torch.testing.assert_close(state.lse[:finite, 0], numbers[:finite], rtol=1e-6, atol=0)
+    assert state.lse[numbers.isnan()].isnan().all()
+    assert not state.o[finite:].isfinite().any()
+
+
 def tree_words(parents: list[int]) -> list[list[int]]:
     """Per node the int64 words of the bits of its ancestors and itself, from parent links alone."""
     words = -(-len(parents) // 64)

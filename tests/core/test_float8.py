@@ -9,7 +9,7 @@ import torch
 
 from cascade_lab import attention, ledger
 from cascade_lab.evidence.reference import assert_state_close
-from tests.cases import attention_case, check, int32, offsets, run, tree_mask
+from tests.cases import assert_every_float8_is_exact, attention_case, check, every_float8, run, tree_mask
 from tests.verify import CHAIN, FORK, check_levels, verify_case
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -73,26 +73,10 @@ def test_every_number_of_float8_is_read_exactly(backend, device, loads, cache_dt
 
     NaN and the infinities of e5m2 arrive as such, each in a request of its own; subnormal numbers are not flushed.
     """
-    codes = torch.arange(256, dtype=torch.uint8, device=device).view(cache_dtype)
-    finite = codes.float().isfinite()
-    count = int(finite.sum())
-    assert count == (254 if cache_dtype == E4M3 else 248)
-    codes = torch.cat((codes[finite], codes[~finite]))
-    k = torch.zeros(256, 1, 1, 16, device=device).to(cache_dtype)
-    k[:, 0, 0, 3] = codes
-    v = codes.view(256, 1, 1, 1).clone()
-    q = torch.zeros(256, 1, 16, device=device)
-    q[..., 3] = 1.0
-    rows = [count, *[1] * (256 - count)]
-    table = torch.arange(256, dtype=torch.int32, device=device).expand(len(rows), 256).clone()
-    table[1:, 0] = torch.arange(count, 256, device=device)
-    state = attention(q, k, v, table, int32(rows, device), cu_seqlens_q=offsets(rows, device), window_size=(0, 0),
-                      softmax_scale=1.0, backend=backend)  # fmt: skip
-    number = codes.float()
-    torch.testing.assert_close(state.o[:count, 0, 0], number[:count], rtol=0, atol=0)
-    torch.testing.assert_close(state.lse[:count, 0], number[:count], rtol=1e-6, atol=0)
-    assert state.lse[number.isnan()].isnan().all()
-    assert not state.o[count:].isfinite().any()
+    case, numbers, finite = every_float8(cache_dtype, device=device)
+    assert finite == (254 if cache_dtype == E4M3 else 248)
+    state = run(case, backend, loads)
+    assert_every_float8_is_exact(state, numbers, finite)
 
 
 def test_a_number_an_unsized_tensor_and_a_tensor_are_one_scale(backend, device, loads):

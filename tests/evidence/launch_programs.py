@@ -28,6 +28,9 @@ ATTENTION = {
     "o_ptr": ("float32", "bfloat16"),
     "aligned": FLAGS,
     **{name: FLAGS for name in ("LATENT", "LEFT", "RIGHT", "TREE", "TAILS", "SOFTCAP", "READS")},
+    **{name: FLAGS for name in ("SINKS", "K_SCALE", "V_SCALE")},
+    # float8 as bytes, by its exponent bits
+    "CODES": (0, 4, 5),
     "UNIT": (1, 8),
     "GROUP": (1, 3),
     "WORDS": (1, 3),
@@ -92,7 +95,8 @@ def attention_calls() -> tuple[list[dict], object]:
         call = dict(row) | {name: float(row[name]) for name in floats}
         pointers = {name: "int32" for name in ("page_table_ptr", "lengths_ptr", "rows_ptr", "tails_ptr")}
         pointers |= {"mask_ptr": "int64", "lse_ptr": "float32", "reads_ptr": "int64", "o_ptr": row["o_ptr"]}
-        pointers |= {name: row["q_ptr"] for name in ("q_ptr", "k_ptr", "v_ptr")}
+        pointers |= {name: "float32" for name in ("sinks_ptr", "k_scale_ptr", "v_scale_ptr")} | {"q_ptr": row["q_ptr"]}
+        pointers |= {name: "uint8" if row["CODES"] else row["q_ptr"] for name in ("k_ptr", "v_ptr")}
         call |= {name: _tensor(dtype, aligned) for name, dtype in pointers.items()}
         call |= {"D": D, "D_V": block_d if row["LATENT"] else 16, "BLOCK_D": block_d, "BLOCK_D2": block_d2}
         call |= {"BLOCK_V": block_d if row["LATENT"] else 16, "BLOCK_M": 16, "BLOCK_N": 32, "STAGES": 3}

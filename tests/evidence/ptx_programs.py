@@ -17,7 +17,15 @@ from cascade_lab.evidence.ptx.launch import install
 from cascade_lab.evidence.ptx.parse import parse
 from cascade_lab.evidence.ptx.translate import Translation
 from cascade_lab.evidence.reference import assert_state_close, merge_oracle
-from tests.cases import AttentionCase, attention_case, random, run, tree_mask
+from tests.cases import (
+    AttentionCase,
+    assert_every_float8_is_exact,
+    attention_case,
+    every_float8,
+    random,
+    run,
+    tree_mask,
+)
 from tests.evidence.seeded_bugs import BUGS, SURVIVORS, Bug
 
 # one of each kind: small and large tiles, padded and two-block head dims, pages, the latent cache, other dtypes
@@ -116,6 +124,30 @@ def table(target: str, whole: bool = False) -> dict:
     """Per work of the table (or a sample) what is wrong with its compiled kernel."""
     works = every_work() if whole else SAMPLE[target]
     return {str(tuple(asdict(work).values())): held(case_of(work), target, num_splits=1) for work in works}
+
+
+def sinks_and_float8(target: str) -> dict:
+    """Sinks, scales and both kinds of float8 in two splits; and every code, whose scores and values are exact."""
+    tensors = {
+        "sinks": torch.tensor([1.5, -0.7, 4.0, 0.2]),
+        "k_scale": torch.tensor([0.3, 1.7]),
+        "v_scale": torch.tensor([2.5, 0.4]),
+    }
+    found = {}
+    for cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for dtype in (torch.float16, torch.bfloat16):
+            options = dict(dim=64, page=16, dtype=dtype, cache_dtype=cache_dtype, causal=True, **tensors)
+            found[f"{cache_dtype}, {dtype}"] = held(attention_case([3, 1], [150, 33], **options), target, num_splits=2)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            case, numbers, finite = every_float8(cache_dtype, dtype)
+
+            def exact(case=case, numbers=numbers, finite=finite):
+                with executed(target):
+                    state = run(case, "triton", num_splits=1)
+                assert_every_float8_is_exact(state, numbers, finite)
+
+            found[f"codes of {cache_dtype}, {dtype}"] = message(exact)
+    return found
 
 
 def unknown_opcodes(whole: bool = False) -> dict:

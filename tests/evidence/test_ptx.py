@@ -141,6 +141,22 @@ FLOATS = [
     ("setp.num.f32 %p1, {a}, {b}; selp.f32 {d}, {b}, {c}, %p1", (1.0, 1.0, 2.0), 1.0),
     ("setp.gt.f32 %p1, {a}, {b}; setp.lt.or.f32 %p2, {a}, {b}, %p1; selp.f32 {d}, {a}, {c}, %p2", (3.0, 1.0, 2.0), 3.0),
 ]  # fmt: skip
+# two at a time; the expected words by hand: e4m3 has bias 7 and one NaN, e5m2 is the upper half of a float16
+HALVES = [
+    ("cvt.u16.u32 %rs1, {a}; cvt.rn.f16x2.e4m3x2 {d}, %rs1", (0x7E01,), 0x5F001800),  # 448 and 2^-9
+    ("cvt.u16.u32 %rs1, {a}; cvt.rn.f16x2.e4m3x2 {d}, %rs1", (0xB838,), 0xBC003C00),  # -1 and 1
+    ("cvt.u16.u32 %rs1, {a}; cvt.rn.f16x2.e5m2x2 {d}, %rs1", (0xFC01,), 0xFC000100),  # -inf and 2^-16
+    ("mov.b32 {{%rs1, %rs2}}, {a}; mul.f16 %rs3, %rs1, %rs2; abs.f16 %rs3, %rs3; cvt.u32.u16 {d}, %rs3", (0xC0003E00,),
+     0x4200),
+    ("mul.f16x2 {d}, {a}, {b}", (0x40003C01, 0x42003C01), 0x46003C02),
+    ("abs.f16x2 {d}, {a}", (0xC2003C00,), 0x42003C00),
+    ("setp.gt.f16x2 %p1|%p2, {a}, {b}; selp.b32 {d}, 1, 0, %p1", (0x40003C00, 0x3C003800), 1),
+    ("setp.gt.f16x2 %p1|%p2, {a}, {b}; selp.b32 {d}, 1, 0, %p2", (0x38003C00, 0x3C003800), 0),
+    ("mov.b32 {{%rs1, %rs2}}, {a}; cvt.bf16.f16 %rs3, %rs1; cvt.u32.u16 {d}, %rs3", (0x4300,), 0x4060),  # 3.5
+    # registers of a scope, beside %r20 and %r11 of the function
+    ("{{\n.reg .b32 r<2>, b;\nadd.u32 r0, {a}, 1;\nshl.b32 b, r0, 4;\nmov.b32 r1, b;\n"
+     "mov.b32 {d}, r1;\n}}\nadd.u32 {d}, {d}, {a}", (2,), 50),
+]  # fmt: skip
 LONGS = [
     ("add.s64 {d}, {a}, {b}", (2**40, -1), 2**40 - 1),
     ("mul.lo.s64 {d}, {a}, {b}", (2**40 + 3, -5), -5 * (2**40 + 3)),
@@ -156,7 +172,7 @@ LONGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("instruction", "inputs", "expected"), INTEGERS + FLOATS)
+@pytest.mark.parametrize(("instruction", "inputs", "expected"), INTEGERS + FLOATS + HALVES)
 def test_one_lane_computes_the_known_answer(instruction, inputs, expected):
     got = compute(instruction, *inputs)
     if isinstance(expected, float) and math.isnan(expected):

@@ -516,7 +516,14 @@ class Emitter:
             self._pair(i, guard)
             return
         kind, width = _numeric(i.parts[-1])
-        if kind == "f" and width != 32 or kind == "u" or kind == "s" and i.parts[0] not in ("neg", "abs"):
+        if (
+            kind == "f"
+            and width != 32
+            and (width != 16 or i.parts[0] not in _PAIRED)
+            or kind == "u"
+            or kind == "s"
+            and i.parts[0] not in ("neg", "abs")
+        ):
             raise Unsupported("")
         operand = self.value(i.operands[1], kind, width)
         self.assign(i.operands[0], kind, width, _UNARY[i.parts[0]].format(operand), guard)
@@ -530,7 +537,7 @@ class Emitter:
             return
         head, parts = i.parts[0], i.parts
         kind, width = _numeric(parts[-1])
-        if kind == "f" and width != 32:
+        if kind == "f" and width != 32 and (width != 16 or head not in _PAIRED):
             raise Unsupported("")
         if kind != "f" and ("wide" in parts or "hi" in parts or head in ("div", "rem", "min", "max")):
             pass
