@@ -66,7 +66,9 @@ def checks(*, dtypes: Sequence[str] = DTYPES, small: bool = False) -> tuple[Chec
     The small ones take the interpreter seconds.
     """
     if small:
-        kinds = zip(_CHECKS, ("float16", "float32", "bfloat16", "float32", "float16", "bfloat16"), strict=True)
+        kinds = zip(
+            _CHECKS, ("float16", "float32", "bfloat16", "float32", "float16", "float16", "bfloat16"), strict=True
+        )
         return tuple(Check(name, dtype, (24, 16, 2, 1), small=True) for name, dtype in kinds)
     usual = (64, 64, 8, 2), (128, 128, 8, 2)
     todo = [Check("plans", dtype, heads) for heads in HEADS for dtype in dtypes]
@@ -287,6 +289,35 @@ def _check_windows(check: Check) -> None:
             _hold(state, q, k, v, masked, **rest, **oracle)
 
 
+def _check_float8(check: Check) -> None:
+    """Caches of both kinds of float8 with a scale per KV head, sinks, and splits; what nobody may read is NaN."""
+    lengths, page = ((19, 0, 37) if check.small else (150, 0, 431)), 16
+    dim, value_dim, num_q_heads, num_kv_heads = check.heads
+    device = runtime.device()
+    pages = sum(-(-n // page) for n in lengths)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(4)).int().to(device)
+    table = torch.zeros(3, pages, dtype=torch.int32, device=device)
+    slots, at = [], 0
+    for r, n in enumerate(lengths):
+        used = order[at : at + -(-n // page)]
+        table[r, : len(used)], at = used, at + len(used)
+        tokens = torch.arange(n, device=device)
+        slots.append(table[r, tokens // page].long() * page + tokens % page)
+    k, v = _caches(check, pages, page, torch.cat(slots), seed=31)
+    rows = torch.tensor([0, 2, 3, 8], dtype=torch.int32, device=device)
+    q = _draw(check, 8, num_q_heads, dim, seed=33)
+    k_scale = torch.linspace(0.2, 1.5, num_kv_heads, device=device)
+    options = {"k_scale": k_scale, "v_scale": 3 - k_scale, "sinks": _draw(check, num_q_heads, seed=35)}
+    level = Level(rows, table, torch.tensor(lengths, dtype=torch.int32, device=device), page, causal=True)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        keys, values = k.to(dtype), v.to(dtype)
+        if k.data_ptr() == v.data_ptr():
+            values = keys[..., :value_dim]
+        for num_splits in (1, 3):
+            state = cascade_attention(q, keys, values, [level], num_splits=num_splits, backend="triton", **options)
+            _hold(state, q, keys, values, level, **options)
+
+
 def _check_layouts(check: Check) -> None:
     """Heads first, interleaved K and V, padded rows, and long strides: views, not copies."""
     dim, _, num_q_heads, num_kv_heads = check.heads
@@ -333,6 +364,7 @@ _CHECKS: dict[str, Callable[[Check], None]] = {
     "long keys": _check_long_keys,
     "large trees": _check_large_trees,
     "windows": _check_windows,
+    "float8": _check_float8,
     "layouts": _check_layouts,
     "merges": _check_merges,
 }

@@ -120,20 +120,23 @@ def fits(works: list[dict]) -> list[dict]:
     return [fit(**work) for work in works]
 
 
-def fit(target: str, widths: tuple[int, int, bool], rows: int, dtype: str) -> dict:
+def fit(target: str, widths: tuple[int, int, bool], rows: int, dtype: str, cache_dtype: str = "") -> dict:
     from cascade_lab.backends.triton.config import rows_of, shared_need, tile_for
 
     D, D_v, latent = widths
     device, kind, row_target = runtime.TARGETS[target], getattr(torch, dtype), rows_of(target)
     heads = 1 if latent else 2
-    k = torch.empty(19, 16, heads, D, dtype=kind)
-    v = k[..., :D_v] if latent else torch.empty(19, 16, heads, D_v, dtype=kind)
+    k = torch.empty(19, 16, heads, D, dtype=getattr(torch, cache_dtype or dtype))
+    v = k[..., :D_v] if latent else k.new_empty(19, 16, heads, D_v)
     q = torch.empty(rows // 4 + 1, 4 * heads, D, dtype=kind)
     table = torch.arange(19, dtype=torch.int32).repeat(2, 1)
     lengths, offsets = (torch.tensor(x, dtype=torch.int32) for x in ([300, 304], [0, rows // 4, rows // 4 + 1]))
-    of_call = {"target": target, "widths": widths, "rows": rows, "dtype": dtype}
+    of_call = {"target": target, "widths": widths, "rows": rows, "dtype": dtype, "cache_dtype": cache_dtype}
+    options = {"cu_seqlens_q": offsets, "causal": True, "backend": "triton"}
+    if cache_dtype:
+        options |= {"sinks": torch.zeros(4 * heads), "k_scale": torch.ones(heads), "v_scale": torch.ones(heads)}
     with fake_device(device) as launches:
-        said = message(lambda: attention(q, k, v, table, lengths, cu_seqlens_q=offsets, causal=True, backend="triton"))
+        said = message(lambda: attention(q, k, v, table, lengths, **options))
     if not launches:
         return {"work": of_call, "said": said, "launches": 0}
     tile = tile_for(rows, D, kind, row_target, device.shared_bytes, D_v, latent)
@@ -142,6 +145,7 @@ def fit(target: str, widths: tuple[int, int, bool], rows: int, dtype: str) -> di
         "work": of_call,
         "said": said,
         "launches": len(launches),
+        "keys": launches[0].types["k_ptr"],
         "shared": kernel.metadata.shared,
         "need": shared_need(tile, kind, row_target, D, D_v, latent),
         "limit": device.shared_bytes,

@@ -104,6 +104,44 @@ def test_launches_that_99_and_64_kib_did_not_hold_compile_and_fit():
     assert refused["launches"] == too_large["launches"] == 0
 
 
+CONVERTING = ("sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def check_float8(target, works):
+    """Types of the machine's where it converts them, bytes elsewhere; within the bound, and no spill."""
+    found = program(f"fits({works})")
+    for one in found:
+        work, half = one["work"], one["work"]["dtype"] == "float16"
+        assert one["said"] == "no error", one
+        native = {"float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5" if half else "*u8"}[work["cache_dtype"]]
+        assert one["keys"] == (native if target in CONVERTING else "*u8"), one
+        assert one["shared"] <= one["need"] <= one["limit"], one
+        assert one["taken"] == one["tile"]
+        if target not in ("sm_75", "gfx942"):
+            assert one["local"] == 0, one
+
+
+@pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_100", "sm_120"])
+def test_a_launch_on_caches_of_float8_compiles_and_fits(target):
+    check_float8(target, [work(target, 128, 16, "bfloat16") | {"cache_dtype": "float8_e4m3fn"}])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", *CONVERTING, "gfx942"])
+def test_every_kind_of_float8_compiles_and_fits_on_every_target(target):
+    rows = {64: (16, 128), 128: (16, 64, 128)}
+    if target not in ("sm_75", "gfx942"):
+        rows |= {192: (16, 64), 256: (16, 64), 576: (16, 32)}
+    works = [
+        work(target, head_dim, m, dtype) | {"cache_dtype": cache_dtype}
+        for head_dim in rows
+        for m in rows[head_dim]
+        for dtype, cache_dtype in (("float16", "float8_e4m3fn"), ("bfloat16", "float8_e5m2"))
+        if target != "sm_75" or dtype == "float16"
+    ]
+    check_float8(target, works)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_the_bound_holds_on_every_target_and_half_precision_spills_nothing_from_sm_80_on(target):
