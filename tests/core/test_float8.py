@@ -23,7 +23,11 @@ def scales(device):
 
 
 @FLOAT8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, *(pytest.param(x, marks=pytest.mark.long) for x in (torch.float32, torch.bfloat16))],
+    ids=str,
+)
 @pytest.mark.parametrize("rule", ["causal", "window, softcap", "tree"])
 def test_float8_caches_match_the_oracle(backend, device, loads, rule, dtype, cache_dtype):
     """Per-head scales, several splits; what the page table does not name is NaN, as in every cache here."""

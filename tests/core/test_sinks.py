@@ -23,7 +23,11 @@ def no_value(state, sinks):
     return torch.zeros_like(state.o), sinks.to(state.lse.dtype).expand_as(state.lse).contiguous()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.long) for x in (torch.float32, torch.float16))],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"causal": True, "num_splits": 3}, {"window_size": (3, 2), "softcap": 2.0}, {"softmax_scale": -0.4}],
