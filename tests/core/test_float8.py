@@ -73,7 +73,7 @@ def test_a_latent_cache_of_float8(backend, device, loads, cache_dtype):
 @FLOAT8
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_every_number_of_float8_is_read_exactly(backend, device, loads, cache_dtype):
-    """K91: a row and a key for each of the 256 codes, and each row sees its own key: lse is the score, o the value.
+    """K91 (tests/known_faults.md): of a row and a key for each of the 256 codes, lse is the score and o the value.
 
     NaN and the infinities of e5m2 arrive as such, each in a request of its own; subnormal numbers are not flushed.
     """

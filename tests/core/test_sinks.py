@@ -34,7 +34,7 @@ def no_value(state, sinks):
     ids=str,
 )
 def test_a_sink_is_one_more_score_without_a_value(backend, device, loads, options, dtype):
-    """K90: also in rows without keys, whose lse is the sink itself. `num_splits` never makes a sink count twice."""
+    """K90 (tests/known_faults.md): also in rows without keys, whose lse is the sink itself, and once in any splits."""
     splits = {name: options[name] for name in options if name == "num_splits"}
     rule = {name: options[name] for name in options if name != "num_splits"}
     case = attention_case(ROWS, LENGTHS, dtype=dtype, device=device, sinks=SINKS.clone().to(device), **rule)

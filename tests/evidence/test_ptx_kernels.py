@@ -66,7 +66,7 @@ def test_masks_windows_splits_and_layouts_equal_the_oracle(target, names):
 
 @pytest.mark.parametrize("target", [pytest.param("sm_80", marks=long), "sm_90"])
 def test_sinks_and_float8_caches_equal_the_oracle(target):
-    """K91: what compiled code makes of every code, by instructions of sm_90 and by integer operations on sm_80."""
+    """K91 (tests/known_faults.md): every code too, by instructions of sm_90 and by integer operations on sm_80."""
     found = program(f"sinks_and_float8({target!r})")
     assert len(found) == 2 * (2 + 3)
     assert wrong(found) == {}
