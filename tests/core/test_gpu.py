@@ -85,7 +85,7 @@ def test_the_checks_cover_every_head_dim_and_dtype():
     found = {(check.heads[:2], check.dtype) for check in checks.checks() if check.name == "plans"}
     dims = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (576, 512)]
     assert {(dim, dtype) for dim in dims for dtype in ("float16", "bfloat16")} <= found
-    kinds = {"plans", "long keys", "large trees", "windows", "layouts", "merges"}
+    kinds = {"plans", "long keys", "large trees", "windows", "float8", "layouts", "merges"}
     assert {check.name for check in checks.checks()} == kinds
     assert {check.name for check in checks.checks(small=True)} == kinds
     single = [check for check in checks.checks() if check.dtype == "float32"]
