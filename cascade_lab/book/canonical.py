@@ -3,6 +3,9 @@
 `canonical` drops run metadata, `problems` names every rule a file breaks, and `differences` compares two
 runs cell by cell: images by presence, cells tagged nbval-ignore-output not at all. nbval beside it notices what runs
 only under this package's runner; order of outputs, run counts and missing pictures only `differences` notices.
+
+Code that is not part of the story has its source hidden (`jupyter.source_hidden`): JupyterLab shows the first line of
+such a cell, and a page folds it under that line, so the line is a comment that says what the cell does.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 IGNORE_TAG, CHECK_TAG = "nbval-ignore-output", "nbval-check-output"
-MAX_CODE_LINES = 25
+# of a cell whose source is folded, of one that is shown, and the width of both
+MAX_CODE_LINES, MAX_SHOWN_LINES, MAX_COLUMNS = 25, 15, 88
 # What JupyterLab writes of the kernel that `pip install ipykernel` brings, so that opening and saving changes nothing.
 # The version is that of the Python that saved last, for JupyterLab puts its own there.
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -75,6 +79,17 @@ def canonical(notebook: NotebookNode, *, keep_measurements: bool = False) -> Not
             if not keep_measurements and "metadata" in output:
                 output.metadata.pop(MIME, None)
     return notebook
+
+
+def is_folded(cell: NotebookNode) -> bool:
+    """Whether a cell's source is hidden until a reader asks for it."""
+    return cell.cell_type == "code" and cell.metadata.get("jupyter", {}).get("source_hidden") is True
+
+
+def purpose(cell: NotebookNode) -> str:
+    """What the comment on the first line of a code cell says, "" where no comment stands there."""
+    first = cell.source.partition("\n")[0]
+    return first.lstrip("# ").rstrip() if first.startswith("#") else ""
 
 
 def text_of(notebook: NotebookNode) -> str:
@@ -157,10 +172,18 @@ def _cell_problems(cell: NotebookNode) -> Iterable[str]:
     if cell.cell_type != "code":
         for image in re.findall(r"!\[\s*\]\(|<img(?![^>]*\balt=\"[^\"]+\")[^>]*>", cell.source):
             yield f"image without alternative text: {image}"
+        for block in re.findall(r"^```python\n(.*?)^```", cell.source, re.MULTILINE | re.DOTALL):
+            if wide := [line for line in block.splitlines() if len(line) > MAX_COLUMNS]:
+                yield f"a line of {len(wide[0])} columns, at most {MAX_COLUMNS}: {wide[0][:40]!r}..."
         return
-    lines = len(cell.source.splitlines())
-    if lines > MAX_CODE_LINES:
-        yield f"{lines} lines of code, at most {MAX_CODE_LINES}"
+    lines, folded = cell.source.splitlines(), is_folded(cell)
+    most = MAX_CODE_LINES if folded else MAX_SHOWN_LINES
+    if len(lines) > most:
+        yield f"{len(lines)} lines of {'folded code' if folded else 'code'}, at most {most}"
+    if wide := [line for line in lines if len(line) > MAX_COLUMNS]:
+        yield f"a line of {len(wide[0])} columns, at most {MAX_COLUMNS}: {wide[0][:40]!r}..."
+    if folded and not purpose(cell):
+        yield "folded, and its first line is no comment that says what it does"
     if not cell.source.strip():
         yield "empty code cell"
     elif cell.execution_count is None:

@@ -1,7 +1,8 @@
 """A notebook as one HTML page that needs nothing else: no network, no script, no font and no file beside it.
 
 Formulas are MathML, pictures and the stylesheet are inside, and what a notebook brings along is text: of raw HTML a few
-tags are kept, and of an output the richest form that cannot run (Markdown, picture, plain text) is shown.
+tags are kept, and of an output the richest form that cannot run (Markdown, picture, plain text) is shown. A cell whose
+source is hidden in JupyterLab is folded under what it does.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def to_html(
     Raises:
         NotebookError: a formula cannot be converted or a picture is not there; the cell is named.
     """
-    from cascade_lab.book import markdown
+    from cascade_lab.book import canonical, markdown
 
     headings, cells = markdown.Headings(), []
     language = notebook.metadata.get("language_info", {}).get("pygments_lexer", "ipython3")
@@ -49,10 +50,12 @@ def to_html(
             if cell.cell_type == "markdown":
                 carried = cell.get("attachments", {})
                 text = markdown.to_html(cell.source, folder=path.parent, attachments=carried, headings=headings)
-                cells.append({"text": text, "code": "", "outputs": []})
+                cells.append({"text": text, "code": "", "purpose": "", "outputs": []})
             elif cell.cell_type == "code" and (cell.source.strip() or cell.outputs):
                 outputs = [shown for output in cell.outputs if (shown := _output(output, headings))]
-                cells.append({"text": "", "code": markdown.highlight(cell.source, language), "outputs": outputs})
+                code = markdown.highlight(cell.source, language)
+                told = (canonical.purpose(cell) or "Code") if canonical.is_folded(cell) else ""
+                cells.append({"text": "", "code": code, "purpose": told, "outputs": outputs})
         except ValueError as error:
             raise NotebookError(str(error), number) from None
     title = next((text for level, _, text in headings if level == 1), html.escape(path.stem))

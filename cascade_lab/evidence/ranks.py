@@ -52,17 +52,24 @@ class Ranks:
 
     def __init__(self, world_size: int, *, timeout: float = 90):
         _checks.integer("world_size", world_size, 1)
-        self.world_size, self.timeout, self._runs = world_size, timeout, 0
+        self.world_size, self.timeout = world_size, timeout
+        self._processes: list[subprocess.Popen] = []
+        self.open()
+
+    def open(self) -> None:
+        """Start the ranks again where they have been closed; those that run are left alone."""
+        if self._processes:
+            return
+        self._runs = 0
         self._place = tempfile.TemporaryDirectory(prefix="cascade-ranks-")
         self._folder = Path(self._place.name)
-        self._processes: list[subprocess.Popen] = []
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        arguments = [str(self._folder), str(world_size), str(timeout)]
+        arguments = [str(self._folder), str(self.world_size), str(self.timeout)]
         # ranks of a process that executes compiled code inherit its target
         mode = {runtime.SWITCH: "0"} if runtime.environment_executes() else {}
         try:
-            for rank in range(world_size):
+            for rank in range(self.world_size):
                 with (self._folder / f"stderr.{rank}").open("wb") as stderr:
                     self._processes.append(
                         subprocess.Popen(

@@ -588,6 +588,24 @@ def set_cell(number, **fields):
     return change
 
 
+def folded(source):
+    return set_cell(4, source=source, metadata={"jupyter": {"source_hidden": True}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_cell(4, source="\n".join(["x = 1"] * 15)),
+        set_cell(4, source=f"x = '{'a' * 82}'"),
+        folded("# Set-up\n" + "\n".join(["x = 1"] * 24)),
+        set_cell(1, source=f"# One\n\n```text\n{'x' * 200}\n```\n\n{'y' * 200}"),
+    ],
+    ids=["as long as may be", "as wide as may be", "folded", "prose and other blocks"],
+)
+def test_what_a_page_shows_whole_breaks_no_rule(change, folder):
+    assert canonical.problems(committed(folder, *good_cells(), change=change)) == []
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -601,7 +619,11 @@ def set_cell(number, **fields):
         (set_cell(4, execution_count=7), "not in canonical form"),
         (set_cell(4, execution_count=None), "cell 4: never ran"),
         (set_cell(4, source=" "), "cell 4: empty code cell"),
-        (set_cell(4, source="\n".join(["x = 1"] * 26)), "cell 4: 26 lines of code"),
+        (set_cell(4, source="\n".join(["x = 1"] * 16)), "cell 4: 16 lines of code, at most 15"),
+        (folded("# Many\n" + "\n".join(["x = 1"] * 25)), "cell 4: 26 lines of folded code, at most 25"),
+        (folded("x = 1"), "cell 4: folded, and its first line is no comment"),
+        (set_cell(4, source=f"x = '{'a' * 83}'"), "cell 4: a line of 89 columns, at most 88: \"x = 'aaa"),
+        (set_cell(1, source=f"# One\n\n```python\n{'x' * 89}\n```"), "cell 1: a line of 89 columns, at most 88"),
         (set_cell(4, source="%pip install x"), "cell 4: installs packages"),
         (set_cell(4, source="!ls"), "cell 4: a failing"),
         (set_cell(4, source="# NBVAL_IGNORE_OUTPUT"), "cell 4: an nbval comment"),

@@ -282,6 +282,23 @@ def test_nothing_that_a_notebook_brings_along_runs_or_is_loaded(tmp_path):
     assert page.find(id='claim-1.1"><b')
 
 
+def test_hidden_source_is_folded_under_what_it_does_and_its_output_is_not(tmp_path):
+    said = {"output_type": "stream", "name": "stdout", "text": "four pages"}
+    cells = [
+        new_code_cell("# Fill the <cache>\nx = 1", outputs=[new_output(**said)]),
+        new_code_cell("# A remark\ny = 2"),
+        new_code_cell("z = 3"),
+    ]
+    for cell in (cells[0], cells[2]):
+        cell.metadata["jupyter"] = {"source_hidden": True}
+    page = BeautifulSoup(export.to_html(new_notebook(cells=cells), tmp_path / "01.ipynb"), "html.parser")
+    shown = [(each.summary.string, each.pre.get_text().split("\n")[-1]) for each in page.main.find_all("details")]
+    assert shown == [("Fill the <cache>", "x = 1"), ("Code", "z = 3")]
+    assert not any(each.has_attr("open") for each in page.main.find_all("details"))
+    assert page.find("pre", class_="stdout").find_parent("details") is None
+    assert "y = 2" in page.main.get_text()
+
+
 def test_pictures_of_the_text_are_put_inside_and_none_is_left_out(tmp_path):
     data = base64.b64encode(b"pixels").decode()
     (tmp_path / "a.png").write_bytes(b"pixels")

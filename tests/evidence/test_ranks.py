@@ -215,6 +215,28 @@ def test_a_rank_that_dies_is_named_and_ends_the_others(temp):
         ranks.run(program)
 
 
+def test_closed_ranks_start_again_when_they_are_opened_and_running_ones_stay(temp):
+    def program(add):
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([dist.get_rank() + add])
+        dist.all_reduce(total)
+        return total.item()
+
+    ranks = Ranks(2)
+    assert ranks.run(program, add=1) == [3, 3]
+    pids = [process.pid for process in ranks._processes]
+    ranks.open()
+    assert [process.pid for process in ranks._processes] == pids
+    ranks.close()
+    assert all(gone(pid) for pid in pids)
+    ranks.open()
+    assert ranks.run(program, add=2) == [5, 5]
+    ranks.close()
+    assert list(temp.iterdir()) == []
+
+
 def test_an_error_of_a_rank_is_told_by_its_first_line(temp):
     def program():
         try:

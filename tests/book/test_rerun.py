@@ -1,0 +1,169 @@
+"""A reader goes back: after a notebook has run whole, every cell can be run again, for no name changes its meaning.
+
+A name that a cell takes from another one is set by that one cell alone. So what a cell finds is the same whether the
+cells below it have run or not, and running it again gives what it gave.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cascade_lab.book.execution import load
+from cascade_lab.evidence.claims import gather
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PATHS = sorted((CHECKOUT / "notebooks").glob("*.ipynb"))
+SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def sources(path):
+    return [cell.source for cell in load(path).cells if cell.cell_type == "code"]
+
+
+def sets(node: ast.AST) -> set[str]:
+    """Names that a piece of a cell sets in the notebook; what functions and comprehensions set stays in them."""
+    if isinstance(node, ast.FunctionDef):
+        return {node.name}
+    if isinstance(node, ast.alias):
+        return {node.asname or node.name.split(".")[0]}
+    if isinstance(node, ast.Name):
+        return set() if isinstance(node.ctx, ast.Load) else {node.id}
+    if isinstance(node, SCOPES):
+        return {each.target.id for each in ast.walk(node) if isinstance(each, ast.NamedExpr)}
+    return set().union(*map(sets, ast.iter_child_nodes(node)))
+
+
+def reads(node: ast.AST, local: frozenset[str] = frozenset()) -> Iterator[tuple[str, bool]]:
+    """Names that a piece of a cell reads from the notebook, and whether a function or comprehension does so, later."""
+    if isinstance(node, ast.Name):
+        if isinstance(node.ctx, ast.Load) and node.id not in local:
+            yield node.id, bool(local)
+    elif isinstance(node, SCOPES):
+        inner = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+        inner |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        inner |= {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef) and each is not node}
+        for child in ast.iter_child_nodes(node):
+            yield from reads(child, local | inner | {""})
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from reads(child, local)
+
+
+def taken(source: str) -> set[str]:
+    """Names that a cell reads before it has set them, or that a function of it reads whenever it is called."""
+    found: set[str] = set()
+
+    def go(statements, here: set[str]) -> None:
+        for statement in statements:
+            parts = [part for name, part in ast.iter_fields(statement) if name not in ("body", "orelse", "finalbody")]
+            compound = isinstance(statement, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+            heads = [
+                x for part in parts for x in (part if isinstance(part, list) else [part]) if isinstance(x, ast.AST)
+            ]
+            for head in heads if compound else [statement]:
+                late = isinstance(statement, ast.FunctionDef)
+                found.update(name for name, later in reads(head) if name not in here or (later and late))
+                here |= sets(head)
+            if compound:
+                for name in ("body", "handlers", "orelse", "finalbody"):
+                    for each in [getattr(statement, name, [])]:
+                        go([x for h in each for x in (h.body if isinstance(h, ast.ExceptHandler) else [h])], here)
+
+    go(ast.parse(source).body, set())
+    return found
+
+
+def changing(cells: list[str]) -> dict[str, list[int]]:
+    """Names that some cell takes from the notebook although several cells set them, with the numbers of those cells."""
+    set_by: dict[str, list[int]] = {}
+    for number, source in enumerate(cells, 1):
+        for name in sets(ast.parse(source)):
+            set_by.setdefault(name, []).append(number)
+    wanted = set().union(*map(taken, cells))
+    return {name: numbers for name, numbers in sorted(set_by.items()) if name in wanted and len(numbers) > 1}
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        (["n = 1", "m = n", "k = m"], {}),
+        (["n = 1", "m = n", "n = 2"], {"n": [1, 3]}),
+        (["n = 1", "n += 1", "print(n)"], {"n": [1, 2]}),
+        (["n = 1\nprint(n)", "n = 2\nprint(n)"], {}),
+        (["def f():\n    return n", "n = 1\nf()", "n = 2"], {"n": [2, 3]}),
+        (["n = 1\ndef f():\n    return n", "n = 2", "f()"], {"n": [1, 2]}),
+        (["for n in range(3):\n    print(n)", "for n in range(4):\n    print(n)"], {}),
+        (["for n in range(3):\n    print(n)", "n = 5", "print(n)"], {"n": [1, 2]}),
+        (["x = [n for n in range(3)]", "n = 5", "print(n)"], {}),
+        (["with open('a') as f:\n    f.read()", "f = 2", "print(f)"], {"f": [1, 2]}),
+        (["f = lambda n: n + a", "a = 1", "a = 2"], {"a": [2, 3]}),
+        (["import numpy as n", "import torch as n", "n.ones"], {"n": [1, 2]}),
+        (["if True:\n    n = 1\n    print(n)", "n = 2"], {}),
+    ],
+)
+def test_a_name_that_several_cells_set_and_one_takes_is_found(cells, found):
+    assert changing(cells) == found
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_no_name_changes_its_meaning_between_cells(path):
+    assert changing(sources(path)) == {}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_claims_are_numbered_in_the_order_in_which_they_are_read(path):
+    """1.1, 1.2, ... without gaps; claims that share a number have suffixes and stand together."""
+    ids = [claim.id for claim in gather(load(path))]
+    chapter = str(int(path.stem[:2]))
+    numbers = [re.fullmatch(rf"{chapter}\.(\d+)(-[\w-]+)?", id) for id in ids]
+    assert all(numbers), ids
+    order = [int(match[1]) for match in numbers]
+    steps = [after - before for before, after in zip(order, order[1:], strict=False)]
+    interleaved = {match[1] for match in numbers if match[2]}
+    wrong = [
+        id
+        for id, step in zip(ids[1:], steps, strict=True)
+        if step != 1 and id.split(".")[1].split("-")[0] not in interleaved
+    ]
+    assert order[0] == 1
+    assert sorted(set(order)) == list(range(1, max(order) + 1))
+    assert wrong == []
+
+
+RERUN = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+from cascade_lab.evidence.claims import _claims_here
+cells = json.load(open(sys.argv[1]))
+shell = InteractiveShell.instance(colors="nocolor", history_load_length=0)
+shell.history_manager.enabled = False
+for number in [*range(len(cells)), *reversed(range(len(cells)))]:
+    done = shell.run_cell(cells[number])
+    if done.error_before_exec or done.error_in_exec:
+        sys.exit(f"cell {number + 1}: {done.error_before_exec or done.error_in_exec!r}")
+print(json.dumps({id: claim.verdict for id, claim in _claims_here.items()}), file=sys.stderr)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_every_cell_can_be_run_again_after_all_have_run(path, tmp_path):
+    """From the last cell up to the first, so that each meets what all cells below it have left."""
+    (tmp_path / "cells.json").write_text(json.dumps(sources(path)))
+    here = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    place = {"PYTHONPATH": here, "IPYTHONDIR": str(tmp_path), "MPLBACKEND": "agg"}
+    command = [sys.executable, "-c", RERUN, str(tmp_path / "cells.json")]
+    done = subprocess.run(command, cwd=path.parent, env=os.environ | place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    verdicts = json.loads(done.stderr.strip().splitlines()[-1])
+    assert set(verdicts) == {claim.id for claim in gather(load(path))}
+    assert set(verdicts.values()) <= {"holds", "not measured here"}
