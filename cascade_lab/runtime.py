@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
 import importlib.util
 import os
 import platform
@@ -27,6 +28,7 @@ __all__ = [
     "checks_enabled",
     "device",
     "device_reason",
+    "jit",
     "provenance",
     "require_triton",
     "triton_mode",
@@ -189,6 +191,26 @@ def require_triton() -> None:
         )
     if environment_executes() and _pretended.get() is None:
         _execute_from_now_on()
+
+
+def jit(kernel: Callable) -> Callable:
+    """Decorate a Triton kernel of your own, as `triton.jit` does, so that it runs as this package's kernels do.
+
+    It is compiled on a GPU, interpreted without one, and executed for the target of CASCADE_LAB_TARGET. A kernel calls
+    only parts that are decorated in the same way, and its source must be readable, in a module or a notebook cell.
+
+    Args:
+        kernel: a function of `triton.language`.
+
+    Returns:
+        A kernel to launch as `kernel[grid](...)`.
+
+    Raises:
+        RuntimeError: Triton is missing, or TRITON_INTERPRET has changed since kernels were defined.
+    """
+    require_triton()
+    # by name, for the backend imports this module
+    return importlib.import_module("cascade_lab.backends.triton.mode").jit(kernel)
 
 
 def _execute_from_now_on() -> None:

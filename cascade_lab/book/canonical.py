@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 IGNORE_TAG, CHECK_TAG = "nbval-ignore-output", "nbval-check-output"
-# of a cell whose source is folded, of one that is shown, and the width of both
-MAX_CODE_LINES, MAX_SHOWN_LINES, MAX_COLUMNS = 25, 15, 88
+# of a cell whose source is folded, of one that is shown, of a whole kernel, which is read as one, and the width of all
+MAX_CODE_LINES, MAX_SHOWN_LINES, MAX_KERNEL_LINES, MAX_COLUMNS = 25, 15, 35, 88
+KERNEL_TAG = "kernel"
 # What JupyterLab writes of the kernel that `pip install ipykernel` brings, so that opening and saving changes nothing.
 # The version is that of the Python that saved last, for JupyterLab puts its own there.
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -177,9 +178,11 @@ def _cell_problems(cell: NotebookNode) -> Iterable[str]:
                 yield f"a line of {len(wide[0])} columns, at most {MAX_COLUMNS}: {wide[0][:40]!r}..."
         return
     lines, folded = cell.source.splitlines(), is_folded(cell)
-    most = MAX_CODE_LINES if folded else MAX_SHOWN_LINES
+    whole = KERNEL_TAG in cell.metadata.get("tags", [])
+    most = MAX_KERNEL_LINES if whole else MAX_CODE_LINES if folded else MAX_SHOWN_LINES
     if len(lines) > most:
-        yield f"{len(lines)} lines of {'folded code' if folded else 'code'}, at most {most}"
+        kind = "a kernel" if whole else "folded code" if folded else "code"
+        yield f"{len(lines)} lines of {kind}, at most {most}"
     if wide := [line for line in lines if len(line) > MAX_COLUMNS]:
         yield f"a line of {len(wide[0])} columns, at most {MAX_COLUMNS}: {wide[0][:40]!r}..."
     if folded and not purpose(cell):

@@ -598,9 +598,10 @@ def folded(source):
         set_cell(4, source="\n".join(["x = 1"] * 15)),
         set_cell(4, source=f"x = '{'a' * 82}'"),
         folded("# Set-up\n" + "\n".join(["x = 1"] * 24)),
+        set_cell(4, source="\n".join(["x = 1"] * 35), metadata={"tags": ["kernel"]}),
         set_cell(1, source=f"# One\n\n```text\n{'x' * 200}\n```\n\n{'y' * 200}"),
     ],
-    ids=["as long as may be", "as wide as may be", "folded", "prose and other blocks"],
+    ids=["as long as may be", "as wide as may be", "folded", "a kernel", "prose and other blocks"],
 )
 def test_what_a_page_shows_whole_breaks_no_rule(change, folder):
     assert canonical.problems(committed(folder, *good_cells(), change=change)) == []
@@ -620,6 +621,10 @@ def test_what_a_page_shows_whole_breaks_no_rule(change, folder):
         (set_cell(4, execution_count=None), "cell 4: never ran"),
         (set_cell(4, source=" "), "cell 4: empty code cell"),
         (set_cell(4, source="\n".join(["x = 1"] * 16)), "cell 4: 16 lines of code, at most 15"),
+        (
+            set_cell(4, source="\n".join(["x = 1"] * 36), metadata={"tags": ["kernel"]}),
+            "36 lines of a kernel, at most 35",
+        ),
         (folded("# Many\n" + "\n".join(["x = 1"] * 25)), "cell 4: 26 lines of folded code, at most 25"),
         (folded("x = 1"), "cell 4: folded, and its first line is no comment"),
         (set_cell(4, source=f"x = '{'a' * 83}'"), "cell 4: a line of 89 columns, at most 88: \"x = 'aaa"),
