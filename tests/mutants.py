@@ -420,4 +420,13 @@ MUTANTS = (
         "6.18",
         "core/test_distributed.py::test_fewest_bytes_and_then_fewest_steps",
     ),
+    # the walk
+    Mutant(
+        "tokens one place late in their page",
+        "paging.py",
+        "[token // page_size] * page_size + token % page_size",
+        "[token // page_size] * page_size + (token + 1) % page_size",
+        "7.7",
+        "core/test_paging.py::test_slots_start_at_whole_pages_not_at_the_sum_of_lengths",
+    ),
 )

@@ -27,6 +27,7 @@ from cascade_lab.files import UsageError
 
 _ROW = re.compile(r"^\|\s*\[\w+\]\(notebooks/(?P<name>\w+)\.ipynb\)\s*\|(?P<claim>[^|]+)\|.*\|(?P<figure>[^|]*)\|\s*$")
 _FIGURE = re.compile(r'src="(?P<file>[^"]+)".*?alt="(?P<alt>[^"]*)"')
+_PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?P<file>[^)\s]+)\)\n*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
     from cascade_lab.book import api_pages, map_page, markdown, notation
 
     paths = select(folder)
-    title, introduction = _introduction(readme)
+    title, introduction, drawn = _introduction(readme, folder.parent)
     navigation = [
         ("index.html", title, title),
         ("explorer.html", "Explorer", "Explorer"),
@@ -137,6 +138,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             "index.html.j2",
             title=title,
             introduction=markdown.to_html(introduction),
+            picture=drawn,
             notebooks=entries,
             columns=(*COLUMNS, modes.COLUMN),
             count=sum(len(entry.claims) for entry in entries),
@@ -163,11 +165,20 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
         yield f"api/{name}", page
 
 
-def _introduction(readme: str) -> tuple[str, str]:
-    """Title and text of README up to its first section."""
+def _introduction(readme: str, root: Path) -> tuple[str, str, str]:
+    """Title, text and picture of README up to its first section; the picture as drawn in the SVG beside its bitmap."""
     head = readme.split("\n## ", 1)[0]
     title, _, text = head.partition("\n")
-    return title.removeprefix("# ").strip(), text.strip()
+    image, found = "", _PICTURE.search(text)
+    if found:
+        text = text.replace(found[0], "")
+        image = _drawn(root / found["file"], found["alt"])
+    return title.removeprefix("# ").strip(), text.strip(), image
+
+
+def _drawn(bitmap: Path, alt: str) -> str:
+    vector = bitmap.with_suffix(".svg")
+    return picture(vector.read_bytes(), "image/svg+xml", alt) if vector.is_file() else ""
 
 
 def _row(readme: str, name: str, root: Path) -> tuple[str, str]:
@@ -176,9 +187,7 @@ def _row(readme: str, name: str, root: Path) -> tuple[str, str]:
         row = _ROW.match(line)
         if row and row["name"] == name:
             figure = _FIGURE.search(row["figure"])
-            vector = (root / figure["file"]).with_suffix(".svg") if figure else None
-            image = picture(vector.read_bytes(), "image/svg+xml", figure["alt"]) if vector and vector.is_file() else ""
-            return row["claim"].strip(), image
+            return row["claim"].strip(), _drawn(root / figure["file"], figure["alt"]) if figure else ""
     return "", ""
 
 

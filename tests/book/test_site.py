@@ -119,6 +119,11 @@ def test_the_index_shows_the_thesis_of_the_readme_and_every_notebook(pages):
     index = pages["index.html"]
     text = " ".join(index.get_text().split())
     introduction = README.split("\n## ", 1)[0].split("\n", 1)[1].replace("**", "").replace("*", "")
+    (alt,) = re.findall(r"^!\[(.+)\]\(figures/03_two_savings.png\)$", introduction, re.MULTILINE)
+    first = index.find("img")
+    assert first["alt"] == alt
+    assert first["src"].startswith("data:image/svg+xml;base64,")
+    introduction = re.sub(r"^!\[.+\n", "", introduction, flags=re.MULTILINE)
     assert " ".join(introduction.split()) in text
     assert "A plan has two ledgers" in " ".join(pages["explorer.html"].get_text().split())
     for name, path in NOTEBOOKS.items():

@@ -30,6 +30,7 @@ QUICK = [
         "band of a window one key narrow",
         "a request hits the blocks it brings",
         "a merge's way back left out of the bytes sent",
+        "tokens one place late in their page",
     )
 ]
 

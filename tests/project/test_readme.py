@@ -96,7 +96,9 @@ def test_every_row_has_a_claim_a_check_a_time_and_a_described_figure_of_its_note
 
 
 def test_the_only_bitmaps_among_the_figures_are_those_shown_here():
-    shown = {re.search(r'src="([^"]+)"', row[4])[1] for row in notebook_rows()}
+    shown = set(re.findall(r'src="([^"]+)"|!\[[^\]]{20,}\]\(([^)]+)\)', README))
+    shown = {table or before for table, before in shown}
+    assert len(shown) == len(notebook_rows()) + 1
     assert shown == {f"figures/{path.name}" for path in (CHECKOUT / "figures").glob("*.png")}
 
 
