@@ -114,6 +114,8 @@ class _Renderer(IPythonRenderer):
         return _plain(html)
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
+        if url.startswith("../"):  # a source beside the notebooks, of which there is no page
+            return text
         neighbour = _NEIGHBOUR.fullmatch(url)
         return super().link(text, f"{neighbour[1]}.html{neighbour[2] or ''}" if neighbour else url, title)
 

@@ -258,7 +258,7 @@ def hostile_notebook():
     text = (
         f"# A <em>title</em> & $N_r$\n\n{HOSTILE}\n\nin line {HOSTILE}, <kbd onclick=alert(4)>x</kbd> <kbd>y</kbd>\n\n"
         "<details open><summary>sum</summary></details>\n\n<details>\n<summary>Solution</summary>\n\nhidden $x$\n\n"
-        "</details>\n\n[go](javascript:alert(5)) ![far](https://example.org/x.png) [next](02_next.ipynb#there)\n\n"
+        "</details>\n\n[go](javascript:alert(5)) ![far](https://example.org/x.png) [next](02_next.ipynb#there) [source](../a.py)\n\n"
         f"<!-- {HOSTILE} -->\n\n`{HOSTILE}`\n\n```html\n{HOSTILE}\n```\n\n| a |\n|---|\n| {HOSTILE} |\n\n"
         "<iframe src=x></iframe>"
     )
@@ -281,6 +281,8 @@ def test_nothing_that_a_notebook_brings_along_runs_or_is_loaded(tmp_path):
     assert "a table <1>" in page.get_text()
     assert page.find("a", string="far")["href"] == "https://example.org/x.png"
     assert page.find("a", string="next")["href"] == "02_next.html#there"
+    assert page.find("a", string="source") is None
+    assert "source" in page.main.get_text()
     (details,) = page.main.find_all("details", recursive=True)
     assert details.summary.string == "Solution"
     assert details.math.annotation.string == "x"
