@@ -258,7 +258,8 @@ def hostile_notebook():
     text = (
         f"# A <em>title</em> & $N_r$\n\n{HOSTILE}\n\nin line {HOSTILE}, <kbd onclick=alert(4)>x</kbd> <kbd>y</kbd>\n\n"
         "<details open><summary>sum</summary></details>\n\n<details>\n<summary>Solution</summary>\n\nhidden $x$\n\n"
-        "</details>\n\n[go](javascript:alert(5)) ![far](https://example.org/x.png) [next](02_next.ipynb#there) [source](../a.py)\n\n"
+        "</details>\n\n[go](javascript:alert(5)) ![far](https://example.org/x.png) [next](02_next.ipynb#there)"
+        " [source](../a.py)\n\n"
         f"<!-- {HOSTILE} -->\n\n`{HOSTILE}`\n\n```html\n{HOSTILE}\n```\n\n| a |\n|---|\n| {HOSTILE} |\n\n"
         "<iframe src=x></iframe>"
     )
