@@ -21,6 +21,7 @@ from cascade_lab.traces.read import (
     read_hits_csv,
     read_logs,
     read_mooncake,
+    read_table,
     read_trace,
     write_mooncake,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "read_logs",
     "read_model",
     "read_mooncake",
+    "read_table",
     "read_trace",
     "region",
     "replay",

@@ -125,11 +125,28 @@ def present(path: str) -> Getter:
     return lambda record: _present(record, path)
 
 
+def optional_count(expression: str, typed: bool) -> Callable[[Mapping], int | None]:
+    """As `count`, but None where a term is missing."""
+    needed, get = terms(expression), count(expression, typed)
+    (plain,) = needed if len(needed) == 1 and "." not in needed[0] else ("",)
+
+    def found(record: Mapping) -> int | None:
+        if plain:
+            if record.get(plain) in (None, ""):
+                return None
+        elif any(lookup(record, term) in (None, "") for term in needed):
+            return None
+        return get(record)
+
+    return found
+
+
 def label(expression: str) -> Callable[[Mapping], str | None]:
     """A getter of a name: of a session, model or tenant; None where there is none."""
+    plain = "." not in expression
 
     def named(record: Mapping) -> str | None:
-        value = lookup(record, expression)
+        value = record.get(expression) if plain else lookup(record, expression)
         return None if value is None or value == "" else str(value)
 
     return named
@@ -150,11 +167,14 @@ def as_list(path: str, value: object, typed: bool) -> list:
 def time(expression: str, typed: bool) -> Callable[[Mapping], float | None]:
     """A getter of a time in milliseconds; None where there is none."""
     path, unit = split_unit(expression)
+    plain, factor = "." not in path, UNITS.get(unit)
 
     def milliseconds(record: Mapping) -> float | None:
-        value = lookup(record, path)
+        value = record.get(path) if plain else lookup(record, path)
         if value is None or value == "":
             return None
+        if factor is not None and type(value) is int and -(10**18) < value < 10**18:
+            return value * factor
         if not typed and isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)

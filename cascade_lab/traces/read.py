@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -91,19 +91,90 @@ def read_logs(
         OSError: a file that cannot be read.
     """
     _check_on_error(on_error)
+    block_size, fields = _checked(format, fields, block_size, turns)
+    if not paths:
+        raise ValueError("paths: expected at least one file, given none")
+    given = FORMATS[format] if format else None
+    files = [_open(Path(path), given, fields, on_error, skipped, progress) for path in paths]
+    return _log(files, block_size, turns, content_ids)
+
+
+def read_table(
+    table: object,
+    *,
+    format: str | None = None,
+    fields: Mapping[str, str] | None = None,
+    block_size: int | None = None,
+    turns: Turns | None = None,
+    content_ids: bool | None = None,
+) -> Log:
+    """Requests of arrays or of a data frame, by the names of their columns, as `read_logs` reads them from a file.
+
+    Args:
+        table: a mapping of names to sequences, arrays or tensors of one length, or a data frame of pandas, Polars or
+            pyarrow. Columns may have the names of `mapping.FIELDS`, those of a format, or be mapped by `fields`. A
+            value that is NaN or None is missing.
+        format, fields, block_size, turns, content_ids: as in `read_logs`.
+
+    Raises:
+        TypeError, ValueError: no such table, columns of different lengths, or as `read_logs`.
+        TraceError: columns of no known format; while reading, a row that is no request.
+    """
+    block_size, fields = _checked(format, fields, block_size, turns)
+    columns = _columns(table)
+    if not fields and format is None and "input_tokens" in columns and columns.keys() & {"hit_tokens", "block_ids"}:
+        fields = {name: name for name in mapping.FIELDS if name in columns}
+    rows = enumerate((dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)), 1)
+    head = list(islice(rows, 1))
+    source = Source("parquet", head, chain(head, rows), "row")
+    complain = complaints("table", "raise", None, "row")
+    file = _recognised_file("table", source, FORMATS[format] if format else None, fields, complain, ExitStack())
+    return _log([file], block_size, turns, content_ids)
+
+
+def _checked(
+    format: str | None, fields: Mapping[str, str] | None, block_size: int | None, turns: str | None
+) -> tuple[int | None, dict[str, str]]:
     block_size = None if block_size is None else _checks.integer("block_size", block_size, 1)
     if format is not None and format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, given {format!r}")
     if turns not in (None, "whole", "delta"):
         raise ValueError(f"turns: expected 'whole' or 'delta', given {turns!r}")
-    fields = dict(fields or {})
-    if unknown := next((name for name in fields if name not in mapping.FIELDS), None):
+    if unknown := next((name for name in fields or {} if name not in mapping.FIELDS), None):
         raise ValueError(f"fields: expected names among {', '.join(mapping.FIELDS)}, given {unknown!r}")
-    if not paths:
-        raise ValueError("paths: expected at least one file, given none")
-    files = [
-        _open(Path(path), FORMATS[format] if format else None, fields, on_error, skipped, progress) for path in paths
-    ]
+    return block_size, dict(fields or {})
+
+
+def _columns(table: object) -> dict[str, list]:
+    """The columns of a table as lists of Python's own values."""
+    names = getattr(table, "column_names", None) or getattr(table, "columns", None)
+    if isinstance(table, Mapping):
+        names = table.keys()
+    if names is None:
+        raise TypeError(f"table: expected a mapping of columns or a data frame, given {_checks.shown(table)}")
+    columns = {}
+    for name in names:
+        column = table[name]
+        unpack = next(
+            (getattr(column, one) for one in ("tolist", "to_pylist", "to_list") if hasattr(column, one)), None
+        )
+        columns[str(name)] = [_cell(value) for value in (unpack() if unpack else list(column))]
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"table: expected columns of one length, given {lengths}")
+    return columns
+
+
+def _cell(value: object) -> object:
+    """A value of a table as a file would have it: None for NaN, lists for arrays, whole numbers as integers."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return None if value != value else int(value) if value.is_integer() else value
+    return value
+
+
+def _log(files: Sequence[_File], block_size: int | None, turns: Turns | None, content_ids: bool | None) -> Log:
     known = [one for one in files if one.format is not None]
     if not known:
         return Log(None, {}, "hits", block_size, (), iter(()), iter(()))
@@ -278,7 +349,12 @@ def _open(
     )
     if source.unit != "line":
         complain = complaints(path, on_error, skipped, source.unit)
-    name = path.as_posix()
+    return _recognised_file(path.as_posix(), source, format, fields, complain, stack)
+
+
+def _recognised_file(
+    name: str, source: Source, format: Format | None, fields: Mapping[str, str], complain: Complain, stack: ExitStack
+) -> _File:
     typed = source.kind in ("json", "parquet")
     if source.columns:
         header = dict.fromkeys(source.columns, "")
@@ -376,7 +452,7 @@ class _Reader:
     def _builder(self, file: _File) -> Callable[[Mapping], Request]:
         fields, typed = file.fields, file.typed
         when = mapping.time(fields["time"], typed) if "time" in fields else _nothing
-        output = mapping.count(fields["output_tokens"], typed) if "output_tokens" in fields else None
+        answer = mapping.optional_count(fields["output_tokens"], typed) if "output_tokens" in fields else _nothing
         session, model, tenant = (
             mapping.label(fields[name]) if name in fields else _nothing for name in ("session", "model", "tenant")
         )
@@ -384,12 +460,6 @@ class _Reader:
         hit_of = mapping.count(fields["hit_tokens"], typed) if "hit_tokens" in fields else None
         ids_of = self._ids(file, n_of)
 
-        def answer(row: Mapping) -> int | None:
-            if output is None or any(mapping.lookup(row, term) in (None, "") for term in answer_terms):
-                return None
-            return output(row)
-
-        answer_terms = mapping.terms(fields["output_tokens"]) if output else []
         if self._format.deltas:
             return self._delta_builder(n_of, ids_of, answer, when, session, model, tenant)
 

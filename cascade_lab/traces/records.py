@@ -32,6 +32,7 @@ _BOM = b"\xef\xbb\xbf"
 _HEAD_LINES, _HEAD_BYTES = 1000, MAX_LINE
 _SESSION = re.compile(rb'"hash_id_scope"|"requests"')
 _DATED = re.compile(rb"\[\d{4}-\d\d-\d\d")
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 Complain = Callable[[int, Fault], None]
 Record = tuple[int, dict | str]
 
@@ -195,7 +196,7 @@ def json_object(line: bytes) -> dict:
         Fault: the line is none.
     """
     try:
-        record = json.loads(line.decode(), object_pairs_hook=unique_keys)
+        record = _DECODER.decode(line.decode())
     except RecursionError:
         raise Fault("line", "expected a flat JSON object, given one nested too deep") from None
     except ValueError as error:

@@ -105,18 +105,17 @@ class _Part:
 def _keys(ids: Sequence[int | str]) -> np.ndarray:
     """64 bits of each id, spread evenly, none of them 0."""
     try:
-        made = np.array(ids, np.int64).view(np.uint64) if type(ids[0]) is int else _hashes(ids)
+        if type(ids[0]) is str:
+            made = np.fromiter(map(hash, ids), np.int64, len(ids)).view(np.uint64)
+        else:
+            made = np.array(ids, np.int64).view(np.uint64)
     except (OverflowError, ValueError, TypeError):
-        made = _hashes(ids)
+        made = np.fromiter(map(_bits, ids), np.uint64, len(ids))
     made = (made ^ (made >> np.uint64(32))) * _SPREAD
     made ^= made >> np.uint64(29)
     made *= _FOLD
     made[made == 0] = 1
     return made
-
-
-def _hashes(ids: Sequence[int | str]) -> np.ndarray:
-    return np.fromiter(map(_bits, ids), np.uint64, len(ids))
 
 
 def _bits(one: int | str) -> int:

@@ -408,6 +408,14 @@ ROWS = {
         dict(block_size=1),
         optional=("block_size",),
     ),
+    "traces.read.read_table": Row(
+        lambda block_size: list(
+            traces.read_table({"input_tokens": [9], "block_ids": [[1, 2, 3]]}, block_size=block_size).requests
+        ),
+        dict(block_size=4),
+        dict(block_size=1),
+        optional=("block_size",),
+    ),
     "traces.replay.replay": Row(
         lambda **x: list(traces.replay([traces.Request(0.0, 9, 1, (1, 2, 3), None)] * 2, **x)),
         dict(block_size=4, capacity_tokens=64, page_size=4, workers=2),

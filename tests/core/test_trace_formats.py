@@ -6,11 +6,13 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from cascade_lab import cli
 from cascade_lab.files import UsageError
-from cascade_lab.traces import FORMATS, Request, TraceError, read_logs, read_trace, replay, summarize
+from cascade_lab.traces import FORMATS, Request, TraceError, read_logs, read_table, read_trace, replay, summarize
 
 SAMPLES = Path(__file__).resolve().parents[1] / "data" / "logs"
 # (format, (N, H) of each request, by hand from the sample)
@@ -419,6 +421,49 @@ def test_times_that_fall_are_put_in_order_and_told(tmp_path, monkeypatch):
 def test_a_batch_of_hits_in_csv_may_be_written_as_decimals(tmp_path):
     (tmp_path / "log.csv").write_text("input_tokens,prefix_hit_tokens\n472.0,3.0\n")
     assert pairs(read_logs([tmp_path / "log.csv"])) == [(472, 3)]
+
+
+# tables
+
+HITS = {"input_tokens": [100, 80, 300], "hit_tokens": [64, 0, 256], "model": ["a", "b", "a"]}
+
+
+def test_arrays_are_read_by_the_names_of_their_columns():
+    expected = [(100, 64), (80, 0), (300, 256)]
+    for kind in (list, tuple, np.array, torch.tensor):
+        table = {name: column if name == "model" else kind(column) for name, column in HITS.items()}
+        log = read_table(table)
+        assert log.gives == "hits"
+        requests = list(log.requests)
+        assert list(replay(requests)) == expected
+        assert [one.model for one in requests] == ["a", "b", "a"]
+    assert summarize(np.array(expected)) == summarize(expected)
+    table = {"ContextTokens": np.array([4808, 3180, 110]), "GeneratedTokens": np.array([10, 8, 27])}
+    log = read_table(table)
+    assert (log.format.name, [one.input_tokens for one in log.requests]) == ("azure", [4808, 3180, 110])
+    ids = {"input_tokens": [20, 40], "block_ids": [[1], [1, 2]], "time": [0.0, 1.5]}
+    log = read_table(ids, block_size=16)
+    assert pairs(log) == [(20, 0), (40, 16)]
+    with pytest.raises(ValueError, match="table: expected columns of one length, given {'a': 1, 'b': 2}"):
+        read_table({"a": [1], "b": [1, 2]})
+    with pytest.raises(TypeError, match="table: expected a mapping of columns or a data frame, given 5"):
+        read_table(5)
+    with pytest.raises(TraceError, match="table, row 1, line: expected a known format"):
+        read_table({"a": [1]})
+
+
+def test_what_is_missing_in_a_table_is_a_fault_of_its_row():
+    with pytest.raises(TraceError, match="table, row 2, hit_tokens: "):
+        pairs(read_table({"input_tokens": np.array([9, 8]), "hit_tokens": np.array([4.0, np.nan])}))
+
+
+@pytest.mark.parametrize("library", ["pandas", "pyarrow", "polars"])
+def test_data_frames_are_read_as_their_columns(library):
+    made = pytest.importorskip(library)
+    frame = made.table(HITS) if library == "pyarrow" else made.DataFrame(HITS)
+    assert pairs(read_table(frame)) == [(100, 64), (80, 0), (300, 256)]
+    fields = {"input_tokens": "input_tokens", "hit_tokens": "hit_tokens", "tenant": "model"}
+    assert [one.tenant for one in read_table(frame, fields=fields).requests] == ["a", "b", "a"]
 
 
 # the command
