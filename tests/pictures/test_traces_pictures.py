@@ -93,3 +93,13 @@ def test_the_report_draws_the_shares_and_errors_of_the_trace():
     assert data["errors"] == {name: 100 * error for name, error in summary.errors.items()}
     means = [line.get_xdata()[0] for line in fig.axes[0].lines]
     assert means == [summary.request_hit, summary.token_hit, summary.rms_hit]
+
+
+def test_rows_are_drawn_as_points_and_intervals_of_what_they_save():
+    rows = [("exact", 0.5, 0.25, 0.25), ("bounds", 0.75, 0.1, 0.9)]
+    fig, data = figures.saved_rows(rows)
+    assert data == {"exact": (0.5, 0.25, 0.25), "bounds": (0.75, 0.1, 0.9)}
+    (ax,) = fig.axes
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["bounds", "exact"]
+    lines = [list(line.get_xdata()) for line in ax.lines]
+    assert lines[:6] == [[0.1, 0.9], [0.5], [0.75], [0.25, 0.25], [0.25], [0.5]]
