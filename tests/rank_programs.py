@@ -535,6 +535,7 @@ def _ring_refusals(rank: int, world_size: int) -> dict[str, Callable]:
         "softcap": call(softcap=3.0),
         "local: tokens": call(k=k[1:]),
         "local: dtype of k": call(k=k.double()),
+        "local: float8": call(v=v.to(torch.float8_e4m3fn)),
         "local: prompts": call(prompts=24),
         "local: negative prompt": call(prompts=[24, -16]),
         "local: unknown layout": call(layout="striped"),
