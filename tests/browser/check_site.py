@@ -5,6 +5,7 @@ The explorer's numbers are compared with the package, integer by integer. Screen
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -140,34 +141,139 @@ LENGTHS = [0, 1, 15, 1000, 2000, 32768]
 TREES = [(1, 1), (1, 16), (4, 5), (4, 3), (16, 1), (16, 16), (7, 11)]
 
 
+def counted(ledger, count, block):
+    return {
+        "request": ledger.kv_tokens,
+        "distinct": ledger.kv_tokens_unique,
+        "tile": ledger.tile_tokens(block),
+    }[count]
+
+
+@pytest.mark.parametrize("count", ["request", "distinct", "tile"])
 @pytest.mark.parametrize("rows", ROWS)
-def test_the_explorer_counts_what_the_ledger_counts_of_verification(rows, page, folder):
+def test_the_explorer_counts_what_the_ledger_counts_of_verification(rows, count, page, folder):
     page.goto((folder / "explorer.html").as_uri())
     page.check(f"#rows-{rows}")
-    for topk, steps in TREES:
+    page.check(f"#count-{count}")
+    for i, (topk, steps) in enumerate(TREES):
         for length in LENGTHS:
-            for id, value in (("L", length), ("topk", topk), ("S", steps)):
+            block = (1, 2, 16, 64, 256)[i % 5]
+            for id, value in (("L", length), ("topk", topk), ("S", steps), ("block", block)):
                 set_slider(page, id, value)
+            where = (length, topk, steps, block)
             batch = cl.VerifyBatch([length], [cl.DraftTree.branches(topk, steps)], rows=rows)
             ledgers = {plan: cl.ledger(batch.levels(plan)) for plan in ("naive", "cascade", "fused")}
+            counts = {plan: counted(ledger, count, block) for plan, ledger in ledgers.items()}
             for plan, ledger in ledgers.items():
-                assert shown(page, f"{plan}-reads") == str(ledger.kv_tokens), (length, topk, steps)
-                assert shown(page, f"{plan}-pairs") == str(ledger.pairs), (length, topk, steps)
-                ratio = Fraction(ledgers["naive"].kv_tokens, ledger.kv_tokens)
-                assert shown(page, f"{plan}-ratio") == rounded(ratio, 3), (length, topk, steps)
-                assert shown(page, "unique") == str(ledger.kv_tokens_unique), (length, topk, steps)
+                assert shown(page, f"{plan}-reads") == shown(page, f"live-{plan}") == str(counts[plan]), where
+                assert shown(page, f"{plan}-pairs") == str(ledger.pairs), where
+                assert shown(page, f"{plan}-ratio") == rounded(Fraction(counts["naive"], counts[plan]), 3), where
+                assert shown(page, "unique") == str(ledger.kv_tokens_unique), where
             assert shown(page, "rows") == str(batch.num_rows)
-            assert shown(page, "limit") == str(len(batch.virtual_requests.rows))
+            virtual = len(batch.virtual_requests.rows)
+            assert shown(page, "limit") == str(virtual)
             reading = shown(page, "verify-reading")
-            saved = f"fall from {ledgers['naive'].kv_tokens} to {ledgers['cascade'].kv_tokens}, by"
-            assert (saved if topk * (steps if rows == "node" else 1) > 1 and length else "stay at") in reading
+            if count == "distinct":
+                assert f"same {counts['naive']} distinct keys" in reading
+            elif virtual == 1:
+                assert "One branch has nobody to share with: one causal call" in reading
+                assert f"L + S = {length + steps} keys" in reading
+            else:
+                fall = f"fall from {counts['naive']} to {counts['cascade']}, by a factor of"
+                assert (fall if counts["naive"] > counts["cascade"] else f"stay at {counts['naive']}") in reading, where
             widths = page.eval_on_selector_all(
                 "#verify-bars rect.reads", "bars => bars.map(b => +b.getAttribute('width'))"
             )
-            most = ledgers["naive"].kv_tokens
-            assert widths == pytest.approx([178 * ledger.kv_tokens / most for ledger in ledgers.values()])
-            label = page.get_attribute("#verify-bars", "aria-label")
-            assert f"cascade {ledgers['cascade'].kv_tokens}" in label
+            most = max(counts.values())
+            assert widths == pytest.approx([178 * each / most for each in counts.values()])
+            assert f"cascade {counts['cascade']}" in page.get_attribute("#verify-bars", "aria-label")
+
+
+STEPS = {
+    "naive": [("all", [0])],
+    "fused": [("all", [0])],
+    "cascade": [("all", [0, 1]), ("prefix", [0]), ("draft", [1])],
+}
+
+
+@pytest.mark.parametrize(
+    ("length", "topk", "steps", "size"), [(10, 3, 2, 4), (33, 2, 3, 16), (7, 5, 4, 1), (0, 2, 2, 8)]
+)
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_explorer_draws_the_rows_keys_and_pages_of_each_program(rows, length, topk, steps, size, page, folder):
+    page.goto((folder / "explorer.html").as_uri() + f"#L={length}&topk={topk}&S={steps}&page={size}&rows={rows}")
+    batch = cl.VerifyBatch([length], [cl.DraftTree.branches(topk, steps)], page_size=size, rows=rows)
+    for plan, parts in STEPS.items():
+        page.check(f"#plan-{plan}")
+        assert page.is_enabled("#step-prefix") == (plan == "cascade")
+        levels = batch.levels(plan)
+        for step, wanted in parts:
+            page.check(f"#step-{step}")
+            expected = []
+            for level in (levels[i] for i in wanted):
+                ends = level.cu_seqlens_q.tolist()
+                for i, tokens in enumerate(level.cache_seqlens.tolist()):
+                    if ends[i] == ends[i + 1]:
+                        continue
+                    pages = level.page_table[i, : -(-tokens // level.page_size)].tolist()
+                    expected.append(((ends[i], ends[i + 1] - 1), tokens, level.page_size, pages))
+            lines = shown(page, "page-tables").splitlines()
+            more = [line for line in lines if line.startswith("and ")]
+            assert len(expected) == len(lines) - len(more) + sum(int(line.split()[1]) for line in more)
+            for line, (which, tokens, page_size, pages) in zip(lines[: len(lines) - len(more)], expected, strict=False):
+                found = re.fullmatch(r".+: rows? (\d+)(?: to (\d+))?, (\d+) tokens in pages of (\d+): (.+)", line)
+                assert (int(found[1]), int(found[2] or found[1])) == which
+                assert (int(found[3]), int(found[4])) == (tokens, page_size)
+                spans = [list(map(int, span.split(" … "))) for span in found[5].split(", ") if span != "none"]
+                assert [k for span in spans for k in range(span[0], span[-1] + 1)] == pages
+            total = sum(tokens for _, tokens, _, _ in expected)
+            assert f"{total} tokens." in shown(page, "step-reading")
+            assert page.locator("#reads-picture rect.reads").count() >= sum(
+                tokens > 0 for _, tokens, _, _ in expected[:16]
+            )
+    page.check("#plan-cascade")
+    page.check("#step-merge")
+    assert "no cached token is read" in shown(page, "step-reading")
+    assert page.locator("#reads-picture rect.state").count() == 3
+    assert page.locator("#reads-picture circle").count() == topk * steps
+
+
+def test_the_address_of_the_explorer_shows_the_same_again(page, folder):
+    address = (folder / "explorer.html").as_uri()
+    page.goto(address)
+    assert page.url == address
+    set_slider(page, "L", 1000)
+    set_slider(page, "h", 0.25)
+    for id in ("rows-node", "count-tile", "plan-cascade", "step-draft"):
+        page.check(f"#{id}")
+    assert page.url == f"{address}#L=1000&rows=node&count=tile&plan=cascade&step=draft&h=0.25"
+    before = {id: page.inner_text(f"#{id}") for id in ("naive-reads", "step-reading", "pairs-left", "page-tables")}
+    other = page.context.new_page()
+    other.goto(page.url)
+    assert {id: other.inner_text(f"#{id}") for id in before} == before
+    assert other.input_value("#L-number") == "1000"
+    other.goto(f"{address}#L=99999999&topk=none&rows=nobody&S=&explore=1")
+    assert [other.input_value(f"#{id}") for id in ("L", "topk", "S")] == ["32768", "4", "5"]
+    assert other.is_checked("#rows-branch")
+    other.goto(f"{address}#explore-hit")
+    assert [other.input_value(f"#{id}") for id in ("L", "topk", "S")] == ["32768", "4", "5"]
+    other.close()
+    set_slider(page, "L", 2000)
+    set_slider(page, "h", 0.5)
+    for id in ("rows-branch", "count-request", "step-all", "plan-naive"):
+        page.check(f"#{id}")
+    assert page.url == address
+
+
+def test_numbers_stay_beside_the_sliders_on_a_phone(browser, folder):
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.goto((folder / "explorer.html").as_uri())
+    for id, live in (("block", "live-naive"), ("tile", "live-pairs")):
+        page.locator(f"#{id}").scroll_into_view_if_needed()
+        page.evaluate(f"document.getElementById('{id}').scrollIntoView({{block: 'center'}})")
+        box = page.locator(f"#{live}").bounding_box()
+        assert 0 <= box["y"] < 120
+    page.close()
 
 
 def test_the_explorer_counts_what_the_package_counts_of_a_prefix_hit(page, folder):
@@ -188,6 +294,11 @@ def test_the_explorer_counts_what_the_package_counts_of_a_prefix_hit(page, folde
             assert shown(page, "rows-fraction") == rounded(cl.linear_remaining(n, hit), 6), where
             levels = cl.ledger(cl.prefix_hit_levels([n], [hit]))
             assert shown(page, "reads-left") == shown(page, "reads-all") == str(levels.kv_tokens), where
+            whole = cl.ledger(cl.prefix_hit_levels([n], [0])).tile_tokens(128)
+            assert [shown(page, f"tiles-{which}") for which in ("all", "left")] == [
+                str(whole),
+                str(levels.tile_tokens(128)),
+            ]
             assert shown(page, "pairs-left") == str(levels.pairs), where
             label = page.get_attribute("#triangle", "aria-label")
             assert f"{cl.interactions(hit)} saved above, {cl.interactions(n, hit)} left below" in label, where
@@ -211,7 +322,7 @@ def test_the_explorer_is_used_by_keyboard_and_takes_typed_numbers(page, folder):
         assert page.input_value("#L-number") == page.input_value("#L") == taken
         assert shown(page, "fused-reads") == str(int(taken) + 5)
     page.press("#N-number", "Enter")
-    assert page.url.endswith("explorer.html")
+    assert page.url.endswith("explorer.html#L=8&topk=1")
 
 
 def test_every_control_of_the_explorer_has_a_name_and_is_reached_in_order(page, folder):
