@@ -13,6 +13,7 @@ import torch
 
 from cascade_lab import _checks, ops, paging, runtime
 from cascade_lab.backends import Call, Pass
+from cascade_lab.backends.triton.config import MAX_HEAD_DIM
 from cascade_lab.states import State
 
 INPUT_DTYPES = {"triton": (torch.float32, torch.float16, torch.bfloat16)}
@@ -78,6 +79,8 @@ def check_heads(q, k_cache, v_cache, backend: str, layout: str = "NHD") -> tuple
         _checks.unit_stride(name, x)
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"v_cache: expected dtype {k_cache.dtype} as k_cache, given {v_cache.dtype}")
+    runtime.refuse_transforms("attention")
+    runtime.refuse_forward_mode("attention", q, k_cache, v_cache)
     _, H_q, D = q.shape
     H_kv = k_cache.shape[2]
     if k_cache.shape[-1] != D or D < 1:
@@ -87,6 +90,12 @@ def check_heads(q, k_cache, v_cache, backend: str, layout: str = "NHD") -> tuple
             f"v_cache: expected [num_pages, page_size, H_kv] = {tuple(k_cache.shape[:3])} as k_cache and D_v >= 1, "
             f"given {tuple(v_cache.shape)}"
         )
+    if backend == "triton":
+        for name, dim, x in (("q", "D", q), ("v_cache", "D_v", v_cache)):
+            if x.shape[-1] > MAX_HEAD_DIM:
+                raise ValueError(
+                    f"{name}: expected {dim} of at most {MAX_HEAD_DIM} on backend 'triton', given {x.shape[-1]}"
+                )
     if k_cache.shape[1] < 1:
         raise ValueError(f"k_cache: expected a page_size >= 1, given {tuple(k_cache.shape)}")
     if H_kv < 1 or H_q < 1 or H_q % H_kv:

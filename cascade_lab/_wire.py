@@ -149,4 +149,5 @@ def _hang_up(group) -> None:
     rank, world_size = place(group)
     for peer in (r for r in range(world_size) if r != rank):
         with contextlib.suppress(RuntimeError):
-            dist.irecv(torch.empty(1), group=group, tag=_UNUSED_TAG, group_src=peer).wait(timedelta(milliseconds=1))
+            nothing = torch.empty(1, device="cpu")
+            dist.irecv(nothing, group=group, tag=_UNUSED_TAG, group_src=peer).wait(timedelta(milliseconds=1))

@@ -7,8 +7,11 @@ it, with the law that holds instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
 
 from cascade_lab import _checks
 from cascade_lab.calibration import fit
@@ -82,19 +85,18 @@ def check_applicability(case: Case | Mapping) -> list[Finding]:
         if not isinstance(case, Mapping):
             raise TypeError(f"case: expected a Case or a mapping with its fields, given {case!r}")
         unknown = set(case) - {field.name for field in fields(Case)}
-        if unknown or not {"n", "cached_blocks", "block_size"} <= set(case):
-            raise ValueError(
-                f"case: expected n, cached_blocks, block_size and other fields of Case, given {sorted(map(str, case))}"
-            )
+        missing = [name for name in ("n", "cached_blocks", "block_size") if name not in case]
+        if unknown or missing:
+            fault = f"the unknown {_checks.shown(min(map(str, unknown)))}" if unknown else f"no {missing[0]!r}"
+            names = ", ".join(field.name for field in fields(Case))
+            raise ValueError(f"case: expected n, cached_blocks, block_size and other fields of {names}, given {fault}")
         case = Case(**case)
     lows = {"n": 1, "block_size": 1, "kv_bytes_per_token": 0}
     case = replace(case, **{name: _checks.integer(name, getattr(case, name), low) for name, low in lows.items()})
     _checks.number("tolerance", case.tolerance, 0, 1)
     if not isinstance(case.region, Region):
         raise TypeError(f"region: expected a region of cascade_lab.regions, given {case.region!r}")
-    if not hasattr(case.cached_blocks, "__iter__"):
-        raise TypeError(f"cached_blocks: expected a sequence of bool, given {case.cached_blocks!r}")
-    blocks = [bool(found) for found in case.cached_blocks]
+    blocks = _flags("cached_blocks", case.cached_blocks)
     if len(blocks) not in (case.n // case.block_size, -(-case.n // case.block_size)):
         raise ValueError(
             f"cached_blocks: expected {-(-case.n // case.block_size)} blocks of {case.block_size} for n = {case.n}, "
@@ -109,6 +111,17 @@ def check_applicability(case: Case | Mapping) -> list[Finding]:
         _calibrated(case, hit),
         _presence(case, hit),
     ]
+
+
+def _flags(name: str, x) -> list[bool]:
+    """The elements of an iterable, array or tensor that are bools, or the integers 0 and 1."""
+    if isinstance(x, (str, bytes)) or not isinstance(x, Iterable):
+        raise TypeError(f"{name}: expected a sequence of bool, given {_checks.shown(x)}")
+    values = x.tolist() if isinstance(x, (np.ndarray, torch.Tensor)) else list(x)
+    for i, found in enumerate(values):
+        if not isinstance(found, (bool, np.bool_)):
+            values[i] = _checks.integer(f"{name}[{i}]", found, 0, 1)
+    return [bool(found) for found in values]
 
 
 def _contiguity(case: Case, blocks: list[bool], hit: int) -> Finding:

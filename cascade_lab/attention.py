@@ -48,7 +48,7 @@ def attention(
 
     Args:
         q: `[T, H_q, D]` float32, float16 or bfloat16 (float64 on the torch backend), unit last stride. T rows packed by
-            request; query head h reads KV head h // (H_q / H_kv).
+            request; query head h reads KV head h // (H_q / H_kv). D and D_v are at most 1024 on the Triton backend.
         k_cache: `[num_pages, page_size, H_kv, D]`, or as `layout` says; any strides with unit last stride. Dtype of q,
             or float8_e4m3fn or float8_e5m2, which are read as one byte an element and multiplied in the dtype of q,
             which holds them exactly.

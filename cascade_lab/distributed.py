@@ -154,7 +154,7 @@ def _merge_bytes(T, H, D, world_size, mode, wire_dtype, out_dtype, lse_dtype, ra
     return sent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalCache:
     """The pages of a cache that this rank holds.
 
@@ -186,6 +186,9 @@ class LocalCache:
                 raise ValueError(f"{name}: expected page {int(shard.page_ids.max())} of the plan, given {len(x)} pages")
         pages = shard.page_ids.to(k_cache.device)
         return cls(k_cache[pages], v_cache[pages], pages)
+
+
+torch.serialization.add_safe_globals([LocalCache])
 
 
 def sharded_attention(
@@ -313,8 +316,8 @@ def ring_attention(
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise RuntimeError("ring_attention has no gradient: call it under torch.no_grad()")
         # no rows: what is left are the checks of all other arguments, before anything is sent
-        nothing = torch.zeros(0, dtype=torch.int32)
-        level = _on(Level(torch.zeros(1, dtype=torch.int32), nothing[:, None], nothing, 1), q.device)
+        nothing = torch.zeros(0, dtype=torch.int32, device=q.device)
+        level = _on(Level(torch.zeros(1, dtype=torch.int32, device=q.device), nothing[:, None], nothing, 1), q.device)
         out = q.dtype if out_dtype is None else out_dtype
         _attend_to(q[:0], k, v, [level], out, softmax_scale, softcap, num_splits, reads, backend)
         scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale

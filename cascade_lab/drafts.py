@@ -88,6 +88,9 @@ class DraftTree:
             raise ValueError(f"labels: expected one per node ({len(values)}), given {len(labels)}")
         object.__setattr__(self, "labels", labels)
 
+    def __reduce__(self):
+        return DraftTree, (self.parents, self.labels)
+
     @classmethod
     def branches(cls, topk: int, steps: int) -> DraftTree:
         """`topk` disjoint chains of `steps` nodes, branch-major: node b * steps + s is step s of branch b."""
@@ -332,7 +335,7 @@ class DraftTree:
         With prefix_len = 0 it is the draft square (SGLang's QLEN_ONLY), with the prefix its FULL_MASK, and flattened
         over a batch FlashInfer's custom_mask.
         """
-        prefix = torch.ones(self.size, _checks.integer("prefix_len", prefix_len, 0), dtype=torch.bool)
+        prefix = torch.ones(self.size, _checks.integer("prefix_len", prefix_len, 0), dtype=torch.bool, device="cpu")
         return torch.cat((prefix, torch.from_numpy(self._visible)), dim=1)
 
     def packed_mask(self, prefix_len: int = 0) -> torch.Tensor:
@@ -358,7 +361,7 @@ class DraftTree:
             raise ValueError(f"slots: expected one per node, [{self.size}], given shape {tuple(slots.shape)}")
         order = np.where(self._paths >= 0, self._paths, self.size)
         order.sort(axis=1)
-        padded = torch.cat((slots.to(torch.int32).cpu(), torch.tensor([-1], dtype=torch.int32)))
+        padded = torch.cat((slots.to(torch.int32).cpu(), torch.tensor([-1], dtype=torch.int32, device="cpu")))
         return padded[torch.from_numpy(order)], torch.from_numpy(self._path_lens.astype(np.int32))
 
     @cached_property
@@ -435,7 +438,7 @@ def pack_mask(mask: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return packed.to(masks[0].device) if masks else packed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Accepted:
     """What a target agrees with: per request the longest accepted path of its tree.
 
@@ -452,7 +455,7 @@ class Accepted:
     next_tokens: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Committed:
     """A batch after its accepted drafts became part of the prefixes.
 
@@ -479,7 +482,7 @@ class Committed:
             paging.move(cache, self.src.to(cache.device), self.dst.to(cache.device), layout=layout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CopiedTails:
     """A plan in whole pages only: what an engine runs whose page table cannot address single tokens.
 
@@ -1187,7 +1190,7 @@ class VerifyBatch:
 
     def _fused_level(self) -> Level:
         words = -(-int(self._nodes.max()) // 64) if len(self._nodes) and self._nodes.max() else 1
-        mask = torch.zeros(self.num_rows, words, dtype=torch.int64)
+        mask = torch.zeros(self.num_rows, words, dtype=torch.int64, device="cpu")
         at = 0
         for tree, count in zip(self.trees, self._row_counts, strict=True):
             if tree is not None:
@@ -1232,3 +1235,20 @@ class VerifyBatch:
         if not 0 <= r < len(self.trees):
             raise ValueError(f"r: expected a request from 0 to {len(self.trees) - 1}, given {r}")
         return r
+
+    def __reduce__(self):
+        return _verify_batch, (
+            *(self.prefix_lens, self.trees, self.page_size, self.rows),
+            *(self.shared_prefix_len, self.page_table, self.num_pages, self.device),
+        )
+
+
+def _verify_batch(prefix_lens, trees, page_size, rows, shared_prefix_len, page_table, num_pages, device) -> VerifyBatch:
+    """What `VerifyBatch` is saved as."""
+    options = dict(shared_prefix_len=shared_prefix_len, page_table=page_table, num_pages=num_pages, device=device)
+    return VerifyBatch(prefix_lens, trees, page_size, rows, **options)
+
+
+torch.serialization.add_safe_globals(
+    [Accepted, Committed, CopiedTails, DraftTree, VerifyBatch, VirtualRequests, _verify_batch]
+)

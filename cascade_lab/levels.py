@@ -39,11 +39,12 @@ __all__ = ["Ledger", "Level", "cascade_attention", "check_plan", "ledger", "shar
 SPAN_BLOCK = 1 << 22
 # page-table entries up to which `cascade_attention` itself looks for keys that a row would see twice
 CHEAP_ENTRIES = 1 << 18
+MAX_PAGES = 2**31
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
-    """One pass over a whole batch.
+    """One pass over a whole batch. Two levels are equal when they are the same object: tensors are not compared.
 
     Attributes:
         cu_seqlens_q: `[R + 1]` int32, from 0 to T. Every level of a plan partitions the same T packed rows, each in its
@@ -66,6 +67,9 @@ class Level:
     tail_seqlens: torch.Tensor | None = None
     name: str = ""
     max_seqlen_q: int | None = None
+
+
+torch.serialization.add_safe_globals([Level])
 
 
 def cascade_attention(
@@ -446,8 +450,8 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
         Ledger of Python integers. A request without query rows counts in no term.
 
     Raises:
-        TypeError, ValueError: no level, levels of different rows, lengths beyond a table, or head counts that do not
-            divide.
+        TypeError, ValueError: levels that `cascade_attention` refuses over any cache, also inside `unchecked()`; head
+            counts that do not divide.
     """
     num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
@@ -657,10 +661,7 @@ def _first_clash(rectangles: np.ndarray) -> tuple[int, np.ndarray, np.ndarray] |
 
 
 def _checked_plan(levels: Sequence[Level]) -> list[Level]:
-    """Levels over the same rows whose offsets, tables and lengths agree, page sizes as Python's integers.
-
-    Masks and page ids are not looked at.
-    """
+    """Levels that `cascade_attention` takes over some cache, over the same rows; page sizes as Python's integers."""
     _check_levels(levels)
     first, checked = levels[0], []
     for i, level in enumerate(levels):
@@ -677,24 +678,26 @@ def _checked_plan(levels: Sequence[Level]) -> list[Level]:
 
 
 def _checked_counts(level: Level) -> Level:
-    """The level, whose offsets have to rise from 0 and whose lengths the page table has to hold."""
-    for name in ("cu_seqlens_q", "page_table", "cache_seqlens"):
-        _checks.tensor(name, getattr(level, name))
+    """The level, checked as for a call on as many rows as it has and a cache of as many pages as int32 can name."""
     page_size = _checks.integer("page_size", level.page_size, 1)
-    cu, keys, table = level.cu_seqlens_q.cpu(), level.cache_seqlens.cpu(), level.page_table
-    if cu.dim() != 1 or len(cu) == 0 or cu[0] != 0 or (cu.diff() < 0).any():
+    cu = _checks.tensor("cu_seqlens_q", level.cu_seqlens_q, "[R + 1]")
+    if len(cu) == 0 or cu[-1] < 0:
         raise ValueError(f"cu_seqlens_q: expected offsets rising from 0, given {cu.tolist()}")
-    if table.dim() != 2 or keys.shape != (len(cu) - 1,) or len(table) != len(keys):
-        raise ValueError(
-            f"page_table, cache_seqlens: expected [R, max_pages] and [R] for R = {len(cu) - 1} requests, "
-            f"given shapes {tuple(table.shape)} and {tuple(keys.shape)}"
-        )
-    outside = (keys < 0) | (keys > table.shape[1] * page_size)
-    if outside.any():
-        r = int(outside.int().argmax())
-        raise ValueError(
-            f"cache_seqlens: expected 0 to {table.shape[1] * page_size} tokens ({table.shape[1]} pages of "
-            f"{page_size}), given {int(keys[r])} for request {r}"
+    # shapes without memory
+    q = torch.empty(1, 1, 1, device=cu.device).expand(int(cu[-1]), 1, 1)
+    cache = torch.empty(1, 1, 1, 1, device=cu.device).expand(MAX_PAGES, page_size, 1, 1)
+    with runtime.checked():
+        check_pass(
+            q,
+            cache,
+            cache,
+            level.page_table,
+            level.cache_seqlens,
+            cu,
+            max_seqlen_q=level.max_seqlen_q,
+            causal=level.causal,
+            tree_mask=level.tree_mask,
+            tail_seqlens=level.tail_seqlens,
         )
     return level if type(level.page_size) is int else replace(level, page_size=page_size)
 

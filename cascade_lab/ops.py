@@ -13,6 +13,7 @@ arguments: `attention` and `cascade_attention` do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ NO_TRITON_GRADIENT = (
 def dispatch(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tensor]:
     """(o, lse) of all rows over the keys of all passes; partial states stay in float32 (float64 for float64 inputs).
 
-    Compiled, this is one operator; uncompiled, a plain call of the backend.
+    Traced, this is one operator; otherwise a plain call of the backend.
     """
-    if not torch.compiler.is_compiling():
+    if not runtime.is_traced():
         return _attend(q, passes, call)
     scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale = call
     # the derivative on the torch backend wants o as it was before rounding
@@ -68,7 +69,14 @@ def _attend(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tens
         return torch_backend.attend(q, passes, call)
     from cascade_lab.backends.triton import attention as triton_backend
 
-    return triton_backend.attend(q, passes, call)
+    # a kernel reads memory, which a view may hold negated
+    if q.is_neg() or any(one.k_cache.is_neg() or one.v_cache.is_neg() for one in passes):
+        q = q.resolve_neg()
+        passes = [replace(one, k_cache=one.k_cache.resolve_neg(), v_cache=one.v_cache.resolve_neg()) for one in passes]
+    state = triton_backend.attend(q, passes, call)
+    if call.reads is not None:
+        runtime.count_write(call.reads)
+    return state
 
 
 @torch.library.custom_op("cascade_lab::attention", mutates_args=())

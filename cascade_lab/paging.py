@@ -78,12 +78,18 @@ def build_page_table(lengths: Sequence[int], page_size: int, *, first_page: int 
         `[R, max_pages]` int32; entries that no token needs are -1.
 
     Raises:
-        TypeError, ValueError: lengths or a first page that are no integers >= 0, or a page size that is none >= 1.
+        TypeError, ValueError: lengths or a first page that are no integers >= 0, or a page size that is none >= 1; or
+            page ids beyond int32.
     """
     page_size = _checks.integer("page_size", page_size, 1)
     first_page = _checks.integer("first_page", first_page, 0)
-    pages = pages_needed(torch.tensor(_checks.integer_list("lengths", lengths), dtype=torch.int64), page_size)
-    column = torch.arange(int(pages.max()) if len(pages) else 0)
+    needed = [-(-length // page_size) for length in _checks.integer_list("lengths", lengths)]
+    if first_page + sum(needed) > 2**31:
+        raise ValueError(
+            f"lengths: expected page ids below 2**31, given {sum(needed)} pages from first_page = {first_page} on"
+        )
+    pages = torch.tensor(needed, dtype=torch.int64, device="cpu")
+    column = torch.arange(int(pages.max()) if len(pages) else 0, device="cpu")
     table = first_page + (pages.cumsum(0) - pages)[:, None] + column
     return torch.where(column < pages[:, None], table, -1).to(torch.int32)
 
@@ -458,7 +464,8 @@ def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_
         )
     pages = _pages(cache_seqlens.long(), page_size)
     used = torch.arange(page_table.shape[1], device=page_table.device) < pages[:, None]
-    wrong = used & ((page_table < 0) | (page_table >= num_pages))
+    # the last page, for int32 holds no 2**31 to compare with
+    wrong = used & ((page_table < 0) | (page_table > min(num_pages, 2**31) - 1))
     if wrong.any():
         r, column = wrong.nonzero()[0].tolist()
         raise ValueError(

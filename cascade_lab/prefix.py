@@ -251,6 +251,11 @@ def prefix_hit_levels(
         raise ValueError(f"hits: expected one per request ({len(lengths)}), given {len(found)}")
     for n, hit in zip(lengths, found, strict=True):
         _lengths(n, hit)
+    if max(lengths, default=0) >= 2**31 or sum(lengths) - sum(found) >= 2**31:
+        raise ValueError(
+            f"prompt_lens: expected fewer than 2**31 tokens in each and rows in all, given {max(lengths)} and "
+            f"{sum(lengths) - sum(found)}"
+        )
     if page_table is None:
         page_table = paging.build_page_table(lengths, page_size).to(device)
     _checks.tensor("page_table", page_table)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib
 import importlib.util
 import os
@@ -22,6 +23,8 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch as dispatch_modes
 
 __all__ = [
     "BACKENDS",
@@ -264,8 +267,83 @@ def _require_backend(backend: str, tensor: torch.Tensor) -> None:
 
 
 def checks_enabled() -> bool:
-    """False inside `unchecked()` and while torch.compile traces: checks that would read values back are skipped."""
-    return not torch.compiler.is_compiling() and _checked.get()
+    """False inside `unchecked()` and while a call is traced: checks that would read values back are skipped."""
+    return not is_traced() and _checked.get()
+
+
+def is_traced() -> bool:
+    """Whether a call is recorded rather than run, by torch.compile, torch.export, make_fx or among fake tensors, so
+    that its tensors have neither values nor addresses."""
+    if torch.compiler.is_compiling():
+        return True
+    if not dispatch_modes.is_in_torch_dispatch_mode():
+        return False
+    return any(mode.is_infra_mode() for mode in dispatch_modes._get_current_dispatch_mode_stack())
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_transforms(function: str) -> None:
+    """What a batch is, requests and rows say, and reverse mode is there.
+
+    Raises:
+        RuntimeError: a transform of torch.func is at work.
+    """
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise RuntimeError(
+            f"{function} takes no transform of torch.func (grad, vjp, jvp, vmap, ...); use torch.autograd.grad, and in "
+            f"place of vmap more requests of one call, packed by cu_seqlens_q and page_table"
+        )
+
+
+def refuse_forward_mode(function: str, *tensors: torch.Tensor) -> None:
+    """Derivatives here are reverse-mode.
+
+    Raises:
+        RuntimeError: a tensor carries a tangent, of torch.autograd.forward_ad or torch.func.jvp.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            f"{function} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp); use reverse mode: "
+            f"torch.autograd.grad, or torch.autograd.functional.vjp"
+        )
+
+
+def count_write(*tensors: torch.Tensor) -> None:
+    """Tell autograd that a kernel wrote into `tensors`, as an operator of torch would by itself."""
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def outside_autocast(function: Callable) -> Callable:
+    """Decorate arithmetic that chooses its own precision: inside torch.autocast, which rounds products to half, it is
+    what it is outside. The device is that of the first tensor among the arguments."""
+
+    @functools.wraps(function)
+    def run(*args):
+        kind = next(x for x in args if isinstance(x, torch.Tensor)).device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return function(*args)
+        with torch.autocast(kind, enabled=False):
+            return function(*args)
+
+    return run
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Make the checks that read values, inside `unchecked()` too: what counts instead of running has no other use."""
+    token = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
 
 
 @contextlib.contextmanager
@@ -274,7 +352,8 @@ def unchecked() -> Iterator[None]:
 
     torch.compile has no values to read, so compiled calls skip them everywhere.
 
-    Shapes, dtypes, devices and strides are still checked. Wrong values inside are undefined behaviour.
+    Shapes, dtypes, devices and strides are still checked, but not whether an output lies in an input's memory. Wrong
+    values inside are undefined behaviour.
     """
     if torch.compiler.is_compiling():  # skipped already, and a context variable cannot be set while tracing
         yield

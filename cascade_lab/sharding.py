@@ -48,7 +48,7 @@ TOKEN_LAYOUTS = ("contiguous", "zigzag")
 Slices = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
     """One rank's part of a plan.
 
@@ -67,6 +67,9 @@ class Shard:
     def page_size(self) -> int:
         """Tokens in a page of the cache: the largest page of the levels."""
         return max((level.page_size for level in self.levels), default=1)
+
+
+torch.serialization.add_safe_globals([Shard])
 
 
 def shard_levels(
@@ -120,8 +123,6 @@ def shard_levels(
             coarse = _pages_read(parts[-1])
         kept.append(coarse)
     page_ids, first = np.unique(np.concatenate(kept), return_index=True)
-    if page_ids.min(initial=0) < 0:
-        raise ValueError(f"page_table: expected page ids >= 0 within the lengths, given {page_ids.min()}")
     page_ids = page_ids[np.argsort(first)]  # in the order of the requests, so that a request's pages lie together
     return Shard(
         tuple(_renumber(level, page_ids, page_size) for level in parts), torch.from_numpy(page_ids), tuple(replicated)
@@ -238,9 +239,9 @@ def ring_levels(
             table = np.where(column < np.array(lengths)[:, None] // page_size, table, -1)
             levels.append(
                 Level(
-                    torch.tensor(cu, dtype=torch.int32),
+                    torch.tensor(cu, dtype=torch.int32, device="cpu"),
                     torch.from_numpy(table).to(torch.int32),
-                    torch.tensor(lengths, dtype=torch.int32),
+                    torch.tensor(lengths, dtype=torch.int32, device="cpu"),
                     page_size,
                     causal=v == width,
                     name="own slices" if v == width else f"slice {v} of rank {holder}",
@@ -350,11 +351,11 @@ def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: st
     starts = _offsets(prompt_lens)
     shares = [split_tokens(n, world_size, layout)[rank] for n in prompt_lens]
     runs = [
-        torch.arange(at + start, at + stop)
+        torch.arange(at + start, at + stop, device="cpu")
         for at, slices in zip(starts, shares, strict=False)
         for start, stop in slices
     ]
-    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: str = "zigzag") -> list[int]:

@@ -32,6 +32,8 @@ __all__ = [
 LN2 = math.log(2.0)
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LSE_DTYPES = (torch.float32, torch.float64)
+MOST_STEPS = 10_000
+"""Steps that a search for an overlap of two views takes at most."""
 
 
 class State(NamedTuple):
@@ -45,6 +47,10 @@ class State(NamedTuple):
 
     o: torch.Tensor
     lse: torch.Tensor
+
+
+# torch.load reads what it knows: with this, states that torch.save wrote too
+torch.serialization.add_safe_globals([State])
 
 
 def merge_state(
@@ -87,16 +93,19 @@ def merge_state(
     inputs = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}
     backend = runtime._pick_backend(backend, o_a)
     _check_backend_dtypes(backend, inputs, out_dtype)
+    runtime.refuse_forward_mode("merge_state", *inputs.values())
     _check_out("out", out, o_a.shape, out_dtype, o_a.device, inputs, unit_last_stride=True)
     _check_out("out_lse", out_lse, lse_a.shape, lse_dtype, o_a.device, inputs | {"out": out}, unit_last_stride=False)
     if out is None and out_lse is None:
-        merge = _merge_state_op if torch.compiler.is_compiling() else _MergePair.apply
+        merge = _way(_MergePair, _MergePairRows, _merge_state_op)
         return State(*merge(o_a, lse_a, o_b, lse_b, out_dtype, backend))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.values(), out, out_lse) if x is not None):
         raise ValueError("out, out_lse: expected None when a gradient is required, given a tensor to write into")
+    if runtime.is_transformed():
+        raise ValueError("out, out_lse: expected None under a transform of torch.func, given a tensor to write into")
     o = out if out is not None else torch.empty(o_a.shape, dtype=out_dtype, device=o_a.device)
     lse = out_lse if out_lse is not None else torch.empty(lse_a.shape, dtype=lse_dtype, device=o_a.device)
-    merge_into = _merge_state_out_op if torch.compiler.is_compiling() else _merge_pair_into
+    merge_into = _merge_state_out_op if runtime.is_traced() else _merge_pair_into
     merge_into(o_a, lse_a, o_b, lse_b, o, lse, backend)
     return State(o, lse)
 
@@ -128,7 +137,8 @@ def merge_states(
     out_dtype = _resolve_out_dtype(None, out_dtype, o.dtype)
     backend = runtime._pick_backend(backend, o)
     _check_backend_dtypes(backend, {"o": o, "lse": lse}, out_dtype)
-    merge = _merge_states_op if torch.compiler.is_compiling() else _MergeMany.apply
+    runtime.refuse_forward_mode("merge_states", o, lse)
+    merge = _way(_MergeMany, _MergeManyRows, _merge_states_op)
     return State(*merge(o, lse, out_dtype, backend))
 
 
@@ -178,13 +188,21 @@ def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tens
     return lse.transpose(1, 2)[kept]
 
 
+def _way(function, transformable, operator):
+    """How a merge is called: by itself, under a transform of torch.func, or traced."""
+    if runtime.is_traced():
+        return operator
+    return transformable.apply if runtime.is_transformed() else function.apply
+
+
 def _merge_pair_into(
     o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor, out_lse: Tensor, backend: str
 ) -> None:
     if backend == "triton":
         from cascade_lab.backends.triton import merge
 
-        merge.merge_pair(o_a, lse_a, o_b, lse_b, out, out_lse)
+        merge.merge_pair(*_resolved(o_a, lse_a, o_b, lse_b), out, out_lse)
+        runtime.count_write(out, out_lse)
     else:
         _merge_torch((o_a, o_b), (lse_a, lse_b), out, out_lse)
 
@@ -212,6 +230,11 @@ def _merge_pair_backward(ctx, grad_o, grad_lse):
     return *next(grads), *next(grads), None, None
 
 
+def _resolved(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with memory that holds their values: a copy of a view that only marks them as negated."""
+    return [x.resolve_neg() for x in tensors]
+
+
 def _new_merged(os, lses, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     T, _, H, D = os.shape
     return os.new_empty((T, H, D), dtype=out_dtype), lses.new_empty((T, H))
@@ -222,7 +245,7 @@ def _merge_many(o: Tensor, lse: Tensor, out_dtype: torch.dtype, backend: str) ->
     if backend == "triton":
         from cascade_lab.backends.triton import merge
 
-        merge.merge_many(o, lse, merged_o, merged_lse)
+        merge.merge_many(*_resolved(o, lse), merged_o, merged_lse)
     else:
         _merge_torch(o.unbind(1), lse.unbind(1), merged_o, merged_lse)
     return merged_o, merged_lse
@@ -259,6 +282,41 @@ class _MergeMany(torch.autograd.Function):
     backward = staticmethod(_merge_many_backward)
 
 
+def _in_one_call(merge, info, in_dims, inputs):
+    """torch.vmap over a merge, whose rows do not know each other: the examples are more rows of one call."""
+    rows = [
+        (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        if isinstance(x, Tensor)
+        else x
+        for x, dim in zip(inputs, in_dims, strict=True)
+    ]
+    return tuple(x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in merge(*rows)), (0, 0)
+
+
+class _MergePairRows(torch.autograd.Function):
+    """`_MergePair` as torch.func wants it."""
+
+    forward = staticmethod(_merge_pair)
+    setup_context = staticmethod(_keep_pair)
+    backward = staticmethod(_merge_pair_backward)
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        return _in_one_call(_MergePairRows.apply, info, in_dims, inputs)
+
+
+class _MergeManyRows(torch.autograd.Function):
+    """`_MergeMany` as torch.func wants it."""
+
+    forward = staticmethod(_merge_many)
+    setup_context = staticmethod(_keep_many)
+    backward = staticmethod(_merge_many_backward)
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        return _in_one_call(_MergeManyRows.apply, info, in_dims, inputs)
+
+
 # What a compiler sees in place of the functions above. Uncompiled calls do without: dispatch through Python adds about
 # 10 us to each, more than a small merge takes on a GPU.
 _merge_state_op = torch.library.custom_op("cascade_lab::merge_state", _merge_pair, mutates_args=())
@@ -287,6 +345,7 @@ def _(o_a, lse_a, o_b, lse_b, out, out_lse, backend):
     runtime._require_backend(backend, o_a)
 
 
+@runtime.outside_autocast
 def _merge_torch(os, lses, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge the states (os[s], lses[s]) into (o, lse) with plain torch, in float32 or better."""
     dtype = torch.promote_types(lse.dtype, o.dtype if o.dtype == torch.float64 else torch.float32)
@@ -315,6 +374,7 @@ def _merge_torch(os, lses, o: torch.Tensor, lse: torch.Tensor) -> None:
     lse.copy_(shift + total.log())
 
 
+@runtime.outside_autocast
 def _merge_backward(o_s, lse_s, o, lse, grad_o, grad_lse):
     """Gradients of one part of a merge. With p = e^(lse_s - lse): do_s = p do, dlse_s = p (dlse + do . (o_s - o))."""
     empty = lse_s.isinf()
@@ -379,8 +439,11 @@ def _check_out(name, out, shape, dtype, device, inputs, unit_last_stride) -> Non
         _checks.unit_stride(name, out)
     if not _elements_apart(out):
         raise ValueError(f"{name}: expected distinct elements, given strides {out.stride()} that fold them together")
-    if torch.compiler.is_compiling():
-        return  # tensors have no addresses yet, and the compiler gives an `out` that meets an input memory of its own
+    if out.is_neg():
+        raise ValueError(f"{name}: expected memory that holds its values, given a view that marks them as negated")
+    # traced tensors have no addresses, and a compiler gives an `out` that meets an input memory of its own
+    if out.is_meta or not runtime.checks_enabled():
+        return
     for other_name, other in inputs.items():
         if other is None or not _spans_meet(out, other):
             continue
@@ -409,6 +472,8 @@ def _spans_meet(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _elements_apart(x: torch.Tensor) -> bool:
     """True when, dim by dim from the smallest stride up, no element lies inside the reach of the dims before it."""
+    if x.numel() == 0:
+        return True
     reach = 0
     for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
         if stride <= reach:
@@ -418,15 +483,41 @@ def _elements_apart(x: torch.Tensor) -> bool:
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two views share a byte. Looks at every byte, so it is called only where the spans meet."""
-    start = min(_span(x)[0], _span(y)[0])
-    touched = torch.zeros(max(_span(x)[1], _span(y)[1]) - start, dtype=torch.bool)
-    bytes_of = []
-    for view in (x, y):
-        offset = torch.tensor([view.data_ptr() - start])
-        for n, s in (*zip(view.shape, view.stride(), strict=True), (view.element_size(), None)):
-            step = 1 if s is None else s * view.element_size()
-            offset = (offset[:, None] + torch.arange(n) * step).reshape(-1)
-        bytes_of.append(offset)
-    touched[bytes_of[0]] = True
-    return bool(touched[bytes_of[1]].any())
+    """Whether two views may share a byte, by their strides; True as well after `MOST_STEPS` steps without an answer.
+
+    Element i of x and j of y share one when d = y.data_ptr() - x.data_ptr() + sum_k (j_k t_k - i_k s_k) lies between
+    -itemsize of y and itemsize of x. Terms of one stride are one term; largest strides first, each leaves few numbers
+    that what is left can still bring into range.
+    """
+    reach: dict[int, list[int]] = {}
+    for view, side in ((x, 1), (y, 0)):
+        for n, s in zip(view.shape, view.stride(), strict=True):
+            if n > 1 and s:
+                reach.setdefault(s * view.element_size(), [0, 0])[side] += n - 1
+    terms = sorted(reach.items(), reverse=True)
+    # bounds of the sum of all terms from the i-th on, and their greatest common divisor
+    low, high, unit = [0], [0], [0]
+    for stride, (up, down) in reversed(terms):
+        low.append(low[-1] - down * stride)
+        high.append(high[-1] + up * stride)
+        unit.append(math.gcd(unit[-1], stride))
+    low, high, unit = low[::-1], high[::-1], unit[::-1]
+    below, above = -y.element_size(), x.element_size()
+    pending, steps = [(0, y.data_ptr() - x.data_ptr())], 0
+    while pending:
+        i, offset = pending.pop()
+        # what is left has to bring `offset` to between `below` and `above`, in steps of unit[i]
+        if offset + high[i] <= below or offset + low[i] >= above:
+            continue
+        if unit[i] and not any((above - 1 - offset - e) % unit[i] == 0 for e in range(min(unit[i], above - below - 1))):
+            continue
+        if i == len(terms):
+            return True
+        steps += 1
+        if steps > MOST_STEPS:
+            return True
+        stride, (up, down) = terms[i]
+        first = max(-down, -((offset + high[i + 1] - below - 1) // stride))
+        last = min(up, (above - 1 - offset - low[i + 1]) // stride)
+        pending.extend((i + 1, offset + k * stride) for k in range(first, min(last, first + MOST_STEPS) + 1))
+    return False

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cascade_lab import _checks
-from cascade_lab.backends.triton.config import splits_for, tile_for
+from cascade_lab.backends.triton.config import MAX_HEAD_DIM, splits_for, tile_for
 from cascade_lab.drafts import PLANS, ROWS, VerifyBatch
 from cascade_lab.levels import PassShape
 
@@ -310,7 +310,11 @@ def predict_branches(
 
 def _check_device(device_model: DeviceModel) -> None:
     if not isinstance(device_model, DeviceModel):
-        raise TypeError(f"device_model: expected a DeviceModel, given {_checks.shown(device_model)}")
+        named = [device_model] if device_model in list(DEVICES) else list(DEVICES)
+        raise TypeError(
+            f"device_model: expected a DeviceModel such as trigger.{' or trigger.'.join(named)}, "
+            f"given {_checks.shown(device_model)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -326,8 +330,8 @@ class _Heads:
     @classmethod
     def check(cls, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, dtype) -> _Heads:
         num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
-        head_dim = _checks.integer("head_dim", head_dim, 1)
-        head_dim_v = head_dim if head_dim_v is None else _checks.integer("head_dim_v", head_dim_v, 1)
+        head_dim = _checks.integer("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        head_dim_v = head_dim if head_dim_v is None else _checks.integer("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
         return cls(
             num_q_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, _checks.dtype("dtype", dtype).itemsize
         )
@@ -410,6 +414,8 @@ class _Shape:
 def _predict(
     shape: _Shape, device: DeviceModel, heads: _Heads, launches: Mapping[str, int] | None
 ) -> dict[str, Prediction]:
+    if launches is not None and not isinstance(launches, Mapping):
+        raise TypeError(f"launches: expected a mapping from plans to numbers, given {_checks.shown(launches)}")
     unknown = set(launches or {}) - set(PLANS)
     if unknown:
         raise ValueError(f"launches: expected plans of {PLANS}, given {sorted(unknown)}")

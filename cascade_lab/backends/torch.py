@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold_
 
+from cascade_lab import runtime
 from cascade_lab.backends import Call, Pass
 from cascade_lab.states import merge_state, merge_states
 
@@ -93,6 +94,7 @@ class _Attention(torch.autograd.Function):
         return *(x if need else None for x, need in zip(gradients, needs, strict=True)), *[None] * 5
 
 
+@runtime.outside_autocast
 def _forward(
     q: Tensor, one: Pass, k_scale: Tensor | None, v_scale: Tensor | None, softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor, int]:
@@ -209,9 +211,27 @@ def attention_backward(
     p * (d_p - sum(d_o * o) + d_lse): the second term is what the normalisation takes back, the third is lse's own
     derivative. Slots that several requests read collect the sum of their gradients; slots that nobody reads get 0.
     """
-    d_o, d_lse, o = (x.to(lse.dtype) for x in (d_o, d_lse, o))
     window = (left, right)
     one = Pass(k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, 0, window, tree_mask, tail_seqlens)
+    return _gradients(q, one, k_scale, v_scale, softmax_scale, softcap, needs, d_o, d_lse, o, lse)
+
+
+@runtime.outside_autocast
+def _gradients(
+    q: Tensor,
+    one: Pass,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    needs: list[bool],
+    d_o: Tensor,
+    d_lse: Tensor,
+    o: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attention_backward`, of one pass."""
+    d_o, d_lse, o = (x.to(lse.dtype) for x in (d_o, d_lse, o))
     plan = _plan(q, one, k_scale, softmax_scale, softcap)
     need_q, need_k, need_v = needs
     d_q = plan.q.new_empty(plan.q.shape, dtype=plan.dtype)
@@ -352,7 +372,7 @@ class _Request:
         if len(pages) == 1 or bool((pages.diff() == 1).all()):
             start = int(pages[0]) * page_size + a - first * page_size
             return slice(start, start + b - a)
-        token = torch.arange(a, b)
+        token = torch.arange(a, b, device=pages.device)
         return pages[token // page_size - first] * page_size + token % page_size
 
 
@@ -394,7 +414,7 @@ class _Cache:
         page = slots.start // self.page_size
         if page == (slots.stop - 1) // self.page_size:
             return self.cache[page, slots.start - page * self.page_size : slots.stop - page * self.page_size]
-        return self._gather(torch.arange(slots.start, slots.stop))
+        return self._gather(torch.arange(slots.start, slots.stop, device=self.cache.device))
 
     def _gather(self, slots: Tensor) -> Tensor:
         slots = slots.to(self.cache.device)
@@ -470,7 +490,9 @@ class _Plan:
             slots = request.slots(a, b, self.keys.page_size)
             visible = (request.bias(i, i + 1, a, b, self.q)[0] == 0).cpu()
             if not visible.all():
-                slots = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+                slots = (
+                    torch.arange(slots.start, slots.stop, device=visible.device) if isinstance(slots, slice) else slots
+                )
                 slots = slots[visible]
             if visible.any():
                 yield _KeyBlock(self.keys.load(slots), self.values.load(slots), slots)

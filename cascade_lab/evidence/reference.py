@@ -62,9 +62,9 @@ def visible_keys(
     matrices = []
     for r, num_keys in enumerate(cache_seqlens.tolist()):
         num_rows = starts[r + 1] - starts[r]
-        position = torch.arange(num_rows).unsqueeze(1) + num_keys - num_rows
-        key = torch.arange(num_keys).unsqueeze(0)
-        visible = torch.ones(num_rows, num_keys, dtype=torch.bool)
+        position = torch.arange(num_rows, device="cpu").unsqueeze(1) + num_keys - num_rows
+        key = torch.arange(num_keys, device="cpu").unsqueeze(0)
+        visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device="cpu")
         if causal:
             visible &= key <= position
         if left >= 0:
@@ -72,7 +72,7 @@ def visible_keys(
         if right >= 0:
             visible &= key <= position + right
         if tree_mask is not None:
-            bit = torch.arange(num_rows if tails is None else tails[r])
+            bit = torch.arange(num_rows if tails is None else tails[r], device="cpu")
             words = tree_mask[starts[r] : starts[r + 1]].cpu()
             visible[:, num_keys - len(bit) :] &= (words[:, bit // 64] >> (bit % 64) & 1).bool()
         matrices.append(visible)
@@ -111,7 +111,7 @@ def attention_oracle(
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
     if cu_seqlens_q is None:
-        cu_seqlens_q = torch.arange(num_rows + 1)
+        cu_seqlens_q = torch.arange(num_rows + 1, device="cpu")
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     visible = visible_keys(
         cu_seqlens_q,
@@ -220,7 +220,7 @@ def assert_state_close(
     """
     actual, expected = Reference(*actual), Reference(*expected)
     state_error(actual, expected)
-    skipped = torch.zeros(actual.lse.shape, dtype=torch.bool) if nan_rows is None else nan_rows.cpu()
+    skipped = torch.zeros(actual.lse.shape, dtype=torch.bool, device="cpu") if nan_rows is None else nan_rows.cpu()
     a_o, a_lse = actual.o.detach().cpu().double(), actual.lse.detach().cpu().double()
     e_o, e_lse = expected.o.detach().cpu().double(), expected.lse.detach().cpu().double()
 

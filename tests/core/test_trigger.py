@@ -373,7 +373,7 @@ def test_calibration_measures_this_machine():
         ),
         (
             lambda: should_cascade(branches(1, 2, 3, 1), H100, num_q_heads=2, num_kv_heads=2, head_dim=0),
-            "head_dim: expected a number >= 1, given 0",
+            "head_dim: expected an integer from 1 to 1024, given 0",
         ),
         (
             lambda: should_cascade(branches(1, 2, 3, 1), H100, launches={"tree": 1}, **HEADS),
@@ -390,7 +390,10 @@ def test_calibration_measures_this_machine():
         (lambda: predict_branches(9, 2, 3, 1, device_model=H100, rows="step", **HEADS), "rows: expected one of"),
         (lambda: flashinfer_rule(16, 512), "head_dim: expected an integer from 1 to 511, given 512"),
         (lambda: should_cascade([5], H100), r"batch: expected a VerifyBatch, given \[5\]"),
-        (lambda: should_cascade(branches(1, 2, 3, 1), "H100"), "device_model: expected a DeviceModel, given 'H100'"),
+        (
+            lambda: should_cascade(branches(1, 2, 3, 1), "H100"),
+            "device_model: expected a DeviceModel such as trigger.H100, given 'H100'",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

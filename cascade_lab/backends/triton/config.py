@@ -76,6 +76,8 @@ _EXCEPTIONS["sm_86", 128] = _EXCEPTIONS["sm_80", 128]
 _SMALLER = {(256, 16): Tile(16, 32, 4, tail_n=16), (256, 64): Tile(64, 32, 8, 3), (1024, 32): Tile(32, 16, 8)}
 # least number of a device -> whose rows it takes
 _GENERATIONS = ((120, "sm_120"), (100, "sm_100"), (90, "sm_90"), (81, "sm_86"), (80, "sm_80"))
+MAX_HEAD_DIM = max(_TILES)
+"""The largest D and D_v that kernels of attention have tiles for."""
 # reductions across warps and barriers: 256 bytes on most targets, 544 on sm_100
 _SCRATCH_BYTES = 1024
 
@@ -105,6 +107,8 @@ def tiles(target: str, head_dim: int) -> tuple[Tile, ...]:
 
 
 def _row_limit(head_dim: int) -> int:
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: expected at most {MAX_HEAD_DIM}, given {head_dim}")
     return next(limit for limit in _TILES if head_dim <= limit)
 
 
@@ -133,7 +137,7 @@ def tile_for(
 
     Raises:
         TypeError: bfloat16 on sm_75, which has no instructions for it.
-        ValueError: no tile of the row fits; need and limit are in the message.
+        ValueError: a head dim above MAX_HEAD_DIM, or no tile of the row fits; need and limit are in the message.
     """
     if target == "sm_75" and dtype == torch.bfloat16:
         raise TypeError("dtype of q: expected float16 or float32 on sm_75, which has no bfloat16, given bfloat16")

@@ -158,7 +158,7 @@ def _place(memory: GlobalMemory, placed: dict[int, Allocation], name: str, tenso
 
 def _bytes(tensor: Tensor) -> np.ndarray:
     """The whole storage of a tensor as uint8, not a copy."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
 
 
 def _marked_bytes(tensor: Tensor, mask: Tensor) -> tuple[int, np.ndarray]:
@@ -168,6 +168,6 @@ def _marked_bytes(tensor: Tensor, mask: Tensor) -> tuple[int, np.ndarray]:
     if mask.dtype != torch.bool:
         raise TypeError(f"never_read: expected a bool mask, given {mask.dtype}")
     storage, size = tensor.untyped_storage(), tensor.element_size()
-    marks = torch.zeros(storage.nbytes() // size, dtype=torch.bool)
+    marks = torch.zeros(storage.nbytes() // size, dtype=torch.bool, device="cpu")
     marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[...] = mask
     return storage.data_ptr(), np.repeat(marks.numpy(), size)
