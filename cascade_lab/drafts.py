@@ -297,7 +297,7 @@ class DraftTree:
         if steps is None and paths is None:
             if self.labels is None:
                 raise ValueError("steps: expected candidates or paths for a tree without labels, given neither")
-            return torch.tensor(_checks.integer_list("labels", self.labels, None), dtype=torch.int64)
+            return torch.tensor(_checks.integer_list("labels", self.labels, None), dtype=torch.int64, device="cpu")
         if steps is not None:
             _checks.tensor("steps", steps)
             ranks = self._ranks
@@ -306,7 +306,7 @@ class DraftTree:
                     f"steps: expected [..., at least {self.depth}, at least {max(ranks) + 1}], "
                     f"given shape {tuple(steps.shape)}"
                 )
-            return steps[..., torch.from_numpy(self._path_lens - 1), torch.tensor(ranks)]
+            return steps[..., torch.from_numpy(self._path_lens - 1), torch.tensor(ranks, device="cpu")]
         _checks.tensor("paths", paths)
         branches = self._paths[list(self.leaves)]
         if paths.shape[-2:] != branches.shape or paths.dim() < 2:
@@ -1237,16 +1237,28 @@ class VerifyBatch:
         return r
 
     def __reduce__(self):
+        tokens = None if self._tokens is None else self._tokens.tolist()
         return _verify_batch, (
-            *(self.prefix_lens, self.trees, self.page_size, self.rows),
-            *(self.shared_prefix_len, self.page_table, self.num_pages, self.device),
+            *(self.prefix_lens, self.trees, self.page_size, self.rows, self.shared_prefix_len),
+            *(self.page_table, self.num_pages, tokens, self.device),
         )
 
 
-def _verify_batch(prefix_lens, trees, page_size, rows, shared_prefix_len, page_table, num_pages, device) -> VerifyBatch:
+def _verify_batch(
+    prefix_lens, trees, page_size, rows, shared_prefix_len, page_table, num_pages, tokens, device
+) -> VerifyBatch:
     """What `VerifyBatch` is saved as."""
-    options = dict(shared_prefix_len=shared_prefix_len, page_table=page_table, num_pages=num_pages, device=device)
-    return VerifyBatch(prefix_lens, trees, page_size, rows, **options)
+    return VerifyBatch(
+        prefix_lens,
+        trees,
+        page_size,
+        rows,
+        shared_prefix_len=shared_prefix_len,
+        page_table=page_table,
+        num_pages=num_pages,
+        tokens=tokens,
+        device=device,
+    )
 
 
 torch.serialization.add_safe_globals(

@@ -15,6 +15,7 @@ import torch
 
 import cascade_lab as cl
 from cascade_lab import _checks, paging, regions, rules, sharding, traces, trigger
+from cascade_lab.backends.triton.config import tiles
 from cascade_lab.calibration import Calibration
 from cascade_lab.levels import Level, sharing_order
 from cascade_lab.prefix import executed_tiles, tile_remaining, uniform_scaling_errors
@@ -653,3 +654,116 @@ def test_numbers_are_real_ones(value):
         _checks.number("h", 1.5, 0, 1)
     with pytest.raises(ValueError, match="h: expected a number >= 0, given nan"):
         _checks.number("h", float("nan"), 0)
+
+
+CASE = dict(n=8, cached_blocks=[True, False], block_size=4)
+DRAFTS = cl.VerifyBatch([5], [TREE], 4)
+
+
+def wide(backend: str, dim: int, value_dim: int):
+    k, v = torch.zeros(2, 1, 1, dim), torch.zeros(2, 1, 1, value_dim)
+    return cl.attention(torch.zeros(2, 1, dim), k, v, TABLE[:, :1] % 2, LENGTHS % 2, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: wide("triton", 1025, 8), ValueError, "q: expected D of at most 1024 on backend 'triton', given 1025"),
+        (lambda: wide("triton", 8, 2048), ValueError, "v_cache: expected D_v of at most 1024 .*, given 2048"),
+        (lambda: tiles("sm_90", 2048), ValueError, "head_dim: expected at most 1024, given 2048"),
+        (
+            lambda: trigger.should_cascade(DRAFTS, trigger.H100, head_dim=4096),
+            ValueError,
+            "head_dim: expected an integer from 1 to 1024, given 4096",
+        ),
+        (
+            lambda: trigger.should_cascade(DRAFTS, trigger.H100, head_dim_v=1025),
+            ValueError,
+            "head_dim_v: expected an integer from 1 to 1024, given 1025",
+        ),
+    ],
+)
+def test_a_head_dim_without_tiles_is_named_with_the_limit(call, error, message):
+    """F4 (tests/known_faults.md): before any kernel, and by no exception that an iterator takes for its end."""
+    if "triton" in message and cl.runtime.triton_mode() == "absent":
+        pytest.skip("Triton is not installed")
+    with pytest.raises(error, match=message):
+        list(map(lambda _: call(), range(2)))
+    assert wide("torch", 1030, 2048).o.shape == (2, 1, 2048)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: cl.check_applicability(CASE | dict(cached_blocks="10")),
+            TypeError,
+            "cached_blocks: expected a sequence of bool, given '10'",
+        ),
+        (
+            lambda: cl.check_applicability(CASE | dict(cached_blocks=["1", "0"])),
+            TypeError,
+            r"cached_blocks\[0\]: expected an integer, given '1'",
+        ),
+        (
+            lambda: cl.check_applicability(CASE | dict(cached_blocks=[True, 2])),
+            ValueError,
+            r"cached_blocks\[1\]: expected an integer from 0 to 1, given 2",
+        ),
+        (lambda: paging.build_page_table([3.5], 2), TypeError, r"lengths\[0\]: expected an integer, given 3.5"),
+        (
+            lambda: paging.build_page_table([2**31 - 1] * 2, 1),
+            ValueError,
+            "lengths: expected page ids below 2..31, given 4294967294 pages",
+        ),
+        (
+            lambda: cl.prefix_hit_levels([2**31 - 1] * 2, [0, 0]),
+            ValueError,
+            "prompt_lens: expected fewer than 2..31 tokens in each and rows in all, given 2147483647 and 4294967294",
+        ),
+        (
+            lambda: trigger.should_cascade(DRAFTS, trigger.H100, launches={"naive": -5}),
+            ValueError,
+            r"launches\['naive'\]: expected a number >= 0, given -5",
+        ),
+        (
+            lambda: trigger.should_cascade(DRAFTS, trigger.H100, launches=["naive"]),
+            TypeError,
+            r"launches: expected a mapping from plans to numbers, given \['naive'\]",
+        ),
+    ],
+)
+def test_values_of_the_wrong_kind_or_range_are_named(call, error, message):
+    """F11: nothing is read as something else, and no count overflows in silence."""
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("blocks", [[True, False], np.array([True, False]), torch.tensor([True, False]), [1, 0]])
+def test_cached_blocks_of_any_sequence_are_read_alike(blocks):
+    """F11: bools of Python, NumPy and torch, and 0 and 1."""
+    assert cl.check_applicability(CASE | dict(cached_blocks=blocks)) == cl.check_applicability(CASE)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: trigger.should_cascade(DRAFTS, "H100"), TypeError, "such as trigger.H100, given 'H100'"),
+        (
+            lambda: trigger.should_cascade(DRAFTS, "H100 SXM"),
+            TypeError,
+            "trigger.A100 or trigger.H100 or .* 'H100 SXM'",
+        ),
+        (lambda: trigger.should_cascade(DRAFTS, None), TypeError, "device_model: expected a DeviceModel such as"),
+        (
+            lambda: cl.check_applicability(CASE | dict(blocksize=4)),
+            ValueError,
+            "case: expected n, .* kv_bytes_per_token, tolerance, given the unknown 'blocksize'",
+        ),
+        (lambda: cl.check_applicability(dict(n=8, block_size=4)), ValueError, "case: .* given no 'cached_blocks'"),
+    ],
+)
+def test_what_was_probably_meant_is_said(call, error, message):
+    """F24: the device model of that name, and the field that is unknown or missing."""
+    with pytest.raises(error, match=message):
+        call()

@@ -9,7 +9,7 @@ from itertools import permutations, product
 import pytest
 import torch
 
-from cascade_lab import DraftTree, Level, State, VerifyBatch, attention, cascade_attention, ledger
+from cascade_lab import DraftTree, Level, State, VerifyBatch, attention, cascade_attention, ledger, runtime
 from cascade_lab.drafts import PLANS, ROWS
 from cascade_lab.evidence.reference import assert_state_close, attention_oracle, visible_keys
 from cascade_lab.paging import split_kv_cache
@@ -782,3 +782,45 @@ def test_distinct_slots_do_not_depend_on_how_many_rows_are_looked_at_together(pl
         monkeypatch.setattr("cascade_lab.levels.SPAN_BLOCK", entries)
         found.append(ledger(levels).kv_tokens_unique)
     assert found == [37 + 12 + 2] * 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(tail_seqlens=int32([500, 2])),
+        dict(causal=True),
+        dict(tree_mask=torch.ones(5, 1, dtype=torch.int32)),
+        dict(tree_mask=torch.ones(4, 1, dtype=torch.int64)),
+        dict(tree_mask=None, tail_seqlens=None, cache_seqlens=torch.tensor([13.0, 4.0])),
+        dict(tree_mask=None, tail_seqlens=None, cache_seqlens=torch.tensor([float("nan"), 4.0])),
+        dict(page_table=int32([[0, 1, -3, 3], [4, 5, 6, 7]])),
+        dict(page_table=torch.zeros(2, 4, dtype=torch.int64)),
+        dict(cu_seqlens_q=int32([0, 3, 2]), tree_mask=None, tail_seqlens=None),
+        dict(max_seqlen_q=1),
+        dict(causal=1, tree_mask=None, tail_seqlens=None),
+        dict(tree_mask=None),
+        dict(page_size=2.0),
+    ],
+)
+def test_what_a_call_refuses_is_not_counted(changes):
+    """F6 (tests/known_faults.md): the ledger, also inside `unchecked()`, raises what `cascade_attention` raises."""
+    good = Level(
+        int32([0, 3, 5]),
+        int32([[0, 1, 2, 3], [4, 5, 6, 7]]),
+        int32([13, 4]),
+        4,
+        tree_mask=torch.ones(5, 1, dtype=torch.int64),
+        tail_seqlens=int32([3, 2]),
+        name="drafts",
+    )
+    q, cache = random(5, 2, 16, seed=1), random(8, 4, 1, 16, seed=2)
+    cascade_attention(q, cache, cache, [good], backend="torch")
+    assert ledger([good]).pairs == 3 * 10 + 3 + 2 * 2 + 2
+    broken = [replace(good, **changes)]
+    with pytest.raises((TypeError, ValueError)) as refused:
+        cascade_attention(q, cache, cache, broken, backend="torch")
+    with pytest.raises(type(refused.value)) as uncounted:
+        ledger(broken)
+    assert str(uncounted.value)[:60] == str(refused.value)[:60]
+    with runtime.unchecked(), pytest.raises(type(refused.value)):
+        ledger(broken)

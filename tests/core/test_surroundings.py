@@ -598,8 +598,8 @@ def test_forward_mode_and_transforms_work_or_name_what_does(kind):
 
 def public_objects() -> dict[str, object]:
     """One of every public class that a user may hold between two programs."""
-    batch = VerifyBatch([9, 6], [TREE, None], 4)
-    DraftTree.mask.__get__(TREE)  # what a tree keeps once it is asked for does not hinder it
+    batch = VerifyBatch([9, 6], [TREE, None], 4, tokens=[5, 6, 7, 8, 9])
+    assert TREE.mask.shape == (5, 1)  # what a tree keeps once it is asked for does not hinder it
     plan = batch.levels("cascade")
     case = applicability.Case(8, [True, False], 4)
     samples = [(float(p), float(n), 1 + p * n + n * n / 2) for p in (0, 64, 128, 256) for n in (32, 64, 128, 256)]
@@ -637,7 +637,7 @@ def saved(x: object) -> object:
 
 def everything_of(x: object) -> list:
     if isinstance(x, VerifyBatch):
-        return [x.levels(plan) for plan in drafts.PLANS] + [x.num_pages, x.rows, x.page_table]
+        return [x.levels(plan) for plan in drafts.PLANS] + [x.num_pages, x.rows, x.page_table, x.tokens]
     if isinstance(x, DraftTree):
         return [x.parents, x.depth, x.mask]
     return [x]
