@@ -357,8 +357,8 @@ class PrefixHitBatch:
     @property
     def positions(self) -> torch.Tensor:
         """`[T]` int64: the position in its prompt of each row."""
-        parts = [torch.arange(hit, n) for n, hit in zip(self.prompt_lens, self.hits, strict=True)]
-        return torch.cat(parts or [torch.zeros(0, dtype=torch.int64)]).to(self.page_table.device)
+        parts = [torch.arange(hit, n, device="cpu") for n, hit in zip(self.prompt_lens, self.hits, strict=True)]
+        return torch.cat(parts or [torch.zeros(0, dtype=torch.int64, device="cpu")]).to(self.page_table.device)
 
     def prefix_slots(self, r: int | None = None) -> torch.Tensor:
         """Flat slots (page x page_size + offset) of request r's cached tokens, `[H]` int64; of all requests without r.
