@@ -671,7 +671,7 @@ def test_absent_cache_fails_with_its_bytes():
     ("case", "message"),
     [
         ({}, "case: .*given"),
-        ({"n": 64}, "case: .*'n'"),
+        ({"n": 64}, "case: .* given no 'cached_blocks'"),
         (good_case(n=0), "n: .*given 0"),
         (good_case(block_size=0), "block_size: .*given 0"),
         (good_case(cached_blocks=[True] * 65), "cached_blocks: .*given 65"),
