@@ -27,6 +27,7 @@ from cascade_lab.traces import (
     FIELDS,
     FORMATS,
     MODELS,
+    OTHER_MODELS,
     Bounds,
     Log,
     ModelShape,
@@ -44,6 +45,7 @@ from cascade_lab.traces import (
 )
 
 DEFAULT_MODEL = "Llama-3.1-8B"
+_MODELS = MODELS | OTHER_MODELS
 BINS = 20
 _SHOWN_ERRORS = 5
 _EPOCH_MS = 1e11
@@ -159,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=DEFAULT_MODEL,
         metavar="NAME",
-        help=f"whose FLOPs are counted: {', '.join(sorted(MODELS))}, or a config.json (default: %(default)s)",
+        help=f"whose FLOPs are counted: {', '.join(sorted(_MODELS))}, or a config.json (default: %(default)s)",
     )
     add(
         "--region",
@@ -688,10 +690,10 @@ def _check_files(options: argparse.Namespace) -> int:
 
 
 def _model(name: str) -> ModelShape:
-    if name in MODELS:
-        return MODELS[name]
+    if name in _MODELS:
+        return _MODELS[name]
     if not Path(name).is_file():
-        raise UsageError(f"--model: expected one of {', '.join(sorted(MODELS))}, or a config.json, given {name}")
+        raise UsageError(f"--model: expected one of {', '.join(sorted(_MODELS))}, or a config.json, given {name}")
     return read_model(name)
 
 

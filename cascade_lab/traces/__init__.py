@@ -28,7 +28,7 @@ from cascade_lab.traces.read import (
 from cascade_lab.traces.records import MAX_LINE
 from cascade_lab.traces.replay import AFFINITIES, replay
 from cascade_lab.traces.request import BLOCK_SIZE, MAX_TOKENS, Request, Totals, TraceError
-from cascade_lab.traces.summary import MODELS, ModelShape, Sums, TraceSummary, formula_errors, summarize
+from cascade_lab.traces.summary import MODELS, OTHER_MODELS, ModelShape, Sums, TraceSummary, formula_errors, summarize
 
 __all__ = [
     "AFFINITIES",
@@ -44,6 +44,7 @@ __all__ = [
     "MAX_TOKENS",
     "MODELS",
     "ModelShape",
+    "OTHER_MODELS",
     "REGIONS",
     "Request",
     "Sums",

@@ -194,15 +194,17 @@ def _log(files: Sequence[_File], block_size: int | None, turns: Turns | None, co
         return Log(made, first.fields, "sums", None, account, iter(()), totals, warnings)
     reader = _Reader(made, size, content, turns)
     runs = [reader.requests(one) for one in known]
+    # without ids the order of requests changes nothing
+    ordered = made.gives == "block ids"
     timed = all(mapping.resolve(one.fields.get("time", ""), one.sample) for one in known if one.sample)
-    if timed and not made.session_clock:
+    if ordered and timed and not made.session_clock:
         runs = [_in_order(run, one.path, warnings) for run, one in zip(runs, known, strict=True)]
         requests = heapq.merge(*runs, key=_when) if len(runs) > 1 else runs[0]
     else:
         requests = chain.from_iterable(runs)
-        if made.session_clock and made.gives == "block ids":
+        if ordered and made.session_clock:
             warnings.append("times count from each session's start, so that sessions are taken one after another")
-        elif len(runs) > 1 and not timed:
+        elif ordered and len(runs) > 1:
             warnings.append("without times the files are taken one after another, in the order given")
     return Log(
         made,
@@ -588,7 +590,8 @@ def _totals(file: _File, format: Format) -> Iterator[Totals]:
                 n, hit = n_of(row), hit_of(row)
                 if hit > n:
                     raise Fault(fields["hit_tokens"], f"expected at most {fields['input_tokens']} = {n}, given {hit}")
-                many = many_of(row) if mapping.resolve(fields["requests"], row) else None
+                # a batch that goes on with a prompt begins none
+                many = (many_of(row) or None) if mapping.resolve(fields["requests"], row) else None
                 if many is not None and many > n:
                     raise Fault(fields["requests"], f"expected at most {fields['input_tokens']} = {n}, given {many}")
                 if n:

@@ -98,6 +98,12 @@ MODELS: dict[str, ModelShape] = {
         ModelShape("Qwen3-32B", 64, 5120, 64, 8, 128, 25600, source="Qwen/Qwen3-32B config.json"),
         ModelShape("Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 8 * 768, 128, source="Qwen/Qwen3-30B-A3B config.json"),
         ModelShape("Qwen3-235B-A22B", 94, 4096, 64, 4, 128, 8 * 1536, 128, source="Qwen/Qwen3-235B-A22B config.json"),
+    )
+}
+"""The shapes of published models by name, from their own configurations; all with dense causal attention per head."""
+OTHER_MODELS: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
         ModelShape(
             "Gemma-3-27B",
             62,
@@ -125,7 +131,7 @@ MODELS: dict[str, ModelShape] = {
         ),
     )
 }
-"""The shapes of published models by name, from their own configurations."""
+"""The same of models whose layers have windows, and of one with latent attention."""
 
 
 @dataclass(frozen=True)

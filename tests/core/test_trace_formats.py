@@ -332,6 +332,22 @@ def test_whole_prompts_of_a_session_have_to_begin_alike_or_the_row_is_refused(tm
     assert pairs(read_logs([tmp_path / "log.jsonl"], turns="delta")) == [(600, 0), (1124, 512), (1248, 1024)]
 
 
+def test_new_messages_without_the_answers_before_them_are_refused(tmp_path):
+    lines = (SAMPLES / "messages.jsonl").read_text().splitlines()
+    row = json.loads(lines[1]) | {"message_mode": "delta"}
+    (tmp_path / "log.jsonl").write_text("\n".join([lines[0], json.dumps(row)]))
+    with pytest.raises(TraceError, match="line 2, message_mode: expected whole prompts"):
+        pairs(read_logs([tmp_path / "log.jsonl"]))
+
+
+def test_a_batch_that_begins_no_prompt_is_of_an_unknown_number(tmp_path):
+    line = (SAMPLES / "sglang_batches.log").read_text().splitlines()[1]
+    (tmp_path / "server.log").write_text(line.replace("#new-seq: 1", "#new-seq: 0"))
+    log = read_logs([tmp_path / "server.log"])
+    assert [(one.requests, one.tokens, one.hit_tokens) for one in log.totals] == [(None, 100, 10)]
+    assert "  estimated: a prompt that is prefilled in chunks counts as several" in "\n".join(log.account)
+
+
 def test_lengths_of_whole_prompts_say_nothing_of_hits():
     log = read_logs([SAMPLES / "session_deltas.jsonl"], turns="whole")
     assert (log.gives, [request.input_tokens for request in log.requests]) == ("lengths", [100, 64, 30, 5])

@@ -17,6 +17,7 @@ from cascade_lab.regions import Chunked, Dense, Mixture, SinkWindow, SlidingWind
 from cascade_lab.trace_report import Setting, measure
 from cascade_lab.traces import (
     MODELS,
+    OTHER_MODELS,
     Request,
     Totals,
     bounds_of_lengths,
@@ -311,7 +312,7 @@ def test_a_region_counts_the_keys_that_rows_see(rule):
 
 
 def test_latent_attention_pays_for_the_hit_again():
-    model, pairs = MODELS["DeepSeek-V3"], [(900, 512), (70, 0)]
+    model, pairs = OTHER_MODELS["DeepSeek-V3"], [(900, 512), (70, 0)]
     mla = model.mla
     whole = left = 0
     for n, h in pairs:
@@ -366,7 +367,7 @@ def test_configurations_give_the_shapes_that_are_named(tmp_path):
         ("Qwen3-30B-A3B", qwen),
         ("DeepSeek-V3", deepseek),
     ):
-        found, named = config(tmp_path, **fields), MODELS[name]
+        found, named = config(tmp_path, **fields), (MODELS | OTHER_MODELS)[name]
         assert (found.linear_flops, found.pair_flops, found.hit_flops) == (
             named.linear_flops,
             named.pair_flops,

@@ -19,6 +19,7 @@ from cascade_lab.traces import (
     AGENTIC,
     CONVERSATION,
     MODELS,
+    OTHER_MODELS,
     Request,
     TraceError,
     generate,
@@ -180,11 +181,11 @@ def test_flops_per_token_and_pair_are_those_of_the_weights():
     ],
 )
 def test_weights_and_embeddings_are_the_published_number_of_active_parameters(name, vocabulary, billions):
-    model = MODELS[name]
+    model = (MODELS | OTHER_MODELS)[name]
     assert model.linear_flops / 2 + 2 * vocabulary * model.hidden == pytest.approx(billions * 1e9, rel=0.02)
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
+@pytest.mark.parametrize("model", (MODELS | OTHER_MODELS).values(), ids=lambda model: model.name)
 def test_alpha_is_the_share_of_attention_without_hits(model):
     for n in (1, 4096, 10_000_000):
         attention = model.pair_flops * interactions(n)

@@ -92,6 +92,7 @@ ENGINES = (
             "hit_tokens": "cached",
             "time": "time:iso",
         },
+        estimated="a prompt that is prefilled in chunks counts as several, so that the bounds hold for chunks",
     ),
     Format(
         "sglang-finish",

@@ -6,7 +6,11 @@ share is exact in characters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from cascade_lab.traces.formats.form import Format
+from cascade_lab.traces.records import Complain, Record
+from cascade_lab.traces.request import Fault
 
 CHARACTERS_PER_TOKEN = 4
 """Of English text in the tokenizers of present models, about."""
@@ -16,6 +20,18 @@ _WHO = {
     "model": "model",
     "tenant": "user",
 }
+
+
+def _whole(records: Iterator[Record], complain: Complain) -> Iterator[tuple[int, Mapping]]:
+    """Rows with whole prompts; one that holds new messages alone lacks the answers before them."""
+    for line, row in records:
+        if row.get("message_mode") == "delta":
+            complain(
+                line, Fault("message_mode", "expected whole prompts, given new messages without the answers before")
+            )
+        else:
+            yield line, row
+
 
 TEXTS = (
     Format(
@@ -33,7 +49,8 @@ TEXTS = (
         "one request a line, its prompt as text or messages",
         "AIPerf documentation, Trace Replay with Mooncake Traces, pre-formatted messages",
         needs=("messages | text_input | prompt",),
-        lacks=("usage", "hash_ids", "input_length", "message_mode=delta", "prompt_tokens"),
+        lacks=("usage", "hash_ids", "input_length", "prompt_tokens"),
+        rows=_whole,
         fields={
             "text": "messages | text_input | prompt",
             "output_tokens": "output_length",
