@@ -39,6 +39,7 @@ ROOMS = {
         "states and attention, levels and drafts, prefixes and regions, the same across ranks, and two backends",
         (),
     ),
+    "hf": Room("hf.py", "runs models", "attention and paged caches for models of Hugging Face transformers", ("core",)),
     "traces": Room(
         "traces/", "replays traffic", "request traces read, replayed, summed, and made up", ("core", "files")
     ),
@@ -67,7 +68,7 @@ ROOMS = {
         "cli.py, trace_report.py",
         "takes commands",
         "the command line, which alone knows every room",
-        ("core", "files", "traces", "evidence", "pictures", "bench", "book"),
+        ("core", "hf", "files", "traces", "evidence", "pictures", "bench", "book"),
     ),
 }
 # what users may call, by what it serves; the names are those of each module's `__all__`
@@ -77,6 +78,7 @@ PUBLIC = {
     "Claim 3: what a prefix hit is worth": ("prefix", "applicability", "regions", "calibration"),
     "Traces": ("traces",),
     "Across ranks": ("sharding", "distributed"),
+    "Models of transformers": ("hf",),
     "Cache pages, and where kernels run": ("paging", "runtime"),
     "Prove your own": ("evidence.claims", "evidence.reference", "evidence.reads"),
 }

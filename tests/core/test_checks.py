@@ -34,7 +34,7 @@ MODULES = (
     "states",
 )
 MODULES += ("trigger", "calibration", "runtime", "traces.read", "traces.replay", "traces.summary", "traces.generate")
-MODULES += ("traces.bounds", "traces.models", "traces.seen", "traces.request")
+MODULES += ("hf", "traces.bounds", "traces.models", "traces.seen", "traces.request")
 TREE = cl.DraftTree.branches(2, 3)
 BUCKETS = {"core": 3.0, "ffn": 5.0}, {"core": "interaction", "ffn": "linear"}
 HEADS = dict(num_q_heads=8, num_kv_heads=2)
@@ -467,6 +467,7 @@ ELSEWHERE = {
         ("indices", "pad"), "test_broken_forms_of_a_tree_are_named"
     ),
     "drafts.VerifyBatch.commit": {"accepted": "test_what_cannot_be_accepted_or_committed_is_named"},
+    "hf.PagedModel": dict.fromkeys(("num_pages", "page_size"), "test_what_is_no_model_or_pass_is_refused"),
     "levels.PassShape.tile_tokens": dict.fromkeys(("block_m", "group"), "is asked through `Ledger.tile_tokens`"),
     "runtime.Target": dict.fromkeys(("multiprocessors", "shared_bytes"), "a table of the package's own"),
     "attention.attention": {"window_size": "test_windows_are_pairs_of_integers"},

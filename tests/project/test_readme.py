@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import cascade_lab as cl
@@ -24,7 +25,7 @@ def notebook_rows():
 
 
 def test_the_python_example_runs_and_equals_one_causal_call():
-    code, _ = blocks("python")
+    code, *_ = blocks("python")
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     lengths = torch.tensor([39, 25], dtype=torch.int32)
@@ -37,7 +38,7 @@ def test_the_python_example_runs_and_equals_one_causal_call():
 
 
 def test_the_python_examples_are_six_lines_after_imports_and_data():
-    code, verify = blocks("python")
+    code, verify, _ = blocks("python")
     lines = [line for line in code.splitlines() if line and not line.startswith("import ")]
     assert len(lines) == 6
     lines = verify.split("\n\n")[-1].splitlines()
@@ -46,7 +47,7 @@ def test_the_python_examples_are_six_lines_after_imports_and_data():
 
 def test_the_verify_round_accepts_what_the_model_says_along_each_path():
     """Every node's answer again from its own path in float64, and the accepted states where they belong."""
-    _, code = blocks("python")
+    _, code, _ = blocks("python")
     torch.manual_seed(3)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
@@ -76,6 +77,25 @@ def test_the_verify_round_accepts_what_the_model_says_along_each_path():
         expected = (table[[tokens[row + n] for n in path]] @ w_k).view(-1, 2, 64)
         torch.testing.assert_close(k.view(-1, 2, 64)[new].double(), expected, atol=1e-4, rtol=1e-4)
         row += tree.size
+
+
+def test_the_model_of_transformers_accepts_what_it_says_eagerly():
+    pytest.importorskip("transformers")
+    *_, code = blocks("python")
+    torch.manual_seed(5)
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    names["model"].set_attn_implementation("eager")
+    prompt, paged, accepted = [*range(21)], names["paged"], names["accepted"]
+    with torch.no_grad():
+        said = [int(names["model"](torch.tensor([prompt])).logits[0, -1].argmax())]
+        taken = accepted.tokens[0][: accepted.lens[0]].tolist()
+        for token in taken:
+            prompt.append(token)
+            said.append(int(names["model"](torch.tensor([prompt])).logits[0, -1].argmax()))
+    assert taken == said[:-1]
+    assert accepted.next_tokens.tolist() == said[-1:]
+    assert len(paged.caches) == 2 * len(paged.k_caches) == 2 * names["config"].num_hidden_layers
 
 
 def test_the_table_lists_exactly_the_notebooks_there_are_in_order():
