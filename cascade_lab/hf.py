@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["PagedModel", "attention_forward", "register"]
 
 # what other attention functions of transformers add to the scores or the softmax, and this one does not
-UNKNOWN_TERMS = ("position_bias", "s_aux", "head_mask")
+UNKNOWN_TERMS = ("position_bias", "head_mask")
 
 
 def register(name: str = "cascade_lab", *, backend: str = "auto") -> str:
@@ -69,12 +69,13 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     backend: str = "auto",
     paged: _Step | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention, as transformers calls it: of Llama, Qwen, Mistral, Gemma and others of this form.
+    """One layer's attention, as transformers calls it: of Llama, Qwen, Mistral, Gemma, GPT-OSS and others of this form.
 
     Args:
         module: the layer, whose `is_causal` holds where that argument is None.
@@ -87,6 +88,7 @@ def attention_forward(
             first Q, which is what transformers leaves out a mask for. A row that sees nothing has the output 0.
         scaling: factor on the scores; None means D ** -0.5.
         softcap: c replaces s by c tanh(s / c).
+        s_aux: `[H_q]` attention sinks, one more term of each head's softmax, as GPT-OSS has them.
         paged: set by `PagedModel`.
         kwargs: what else transformers passes on. A window is in the mask already.
 
@@ -95,7 +97,7 @@ def attention_forward(
 
     Raises:
         TypeError, ValueError: as `attention`; a mask that adds finite numbers, that differs between heads, or of
-            another shape; dropout, a position bias, sinks, or weights asked for.
+            another shape; dropout, a position bias, or weights asked for.
     """
     if dropout:
         raise ValueError(f"dropout: expected 0, given {dropout}; set attention_dropout = 0 or call model.eval()")
@@ -106,7 +108,7 @@ def attention_forward(
             raise ValueError(f"{name}: expected None, for no such term is computed here, given a value")
     for name, x in (("query", query), ("key", key), ("value", value)):
         _checks.tensor(name, x, "[B, heads, tokens, D]")
-    terms = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+    terms = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged is not None:
         return paged.attend(module, query, key, value, terms, kwargs.get("sliding_window")), None
     batch, heads, rows, _ = query.shape

@@ -36,6 +36,7 @@ FAMILIES = {
     "Qwen3": {"head_dim": 16},
     "Mistral": WINDOWED,
     "Gemma2": {**WINDOWED, "head_dim": 16, "attn_logit_softcapping": 1.5},
+    "GptOss": {**WINDOWED, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 PROMPTS = (9, 5)  # two sequences of one batch, the second padded on the left
 
@@ -139,7 +140,7 @@ def test_without_a_mask_rows_are_causal_from_the_first_key_and_a_single_row_sees
         ({"dropout": 0.1}, ValueError, "dropout: expected 0, given 0.1"),
         ({"output_attentions": True}, ValueError, "output_attentions: expected False"),
         ({"position_bias": torch.zeros(1)}, ValueError, "position_bias: expected None"),
-        ({"s_aux": torch.zeros(4)}, ValueError, "s_aux: expected None"),
+        ({"s_aux": torch.zeros(3)}, ValueError, r"sinks: expected \[H_q\] = \[4\]"),
         ({"mask": torch.zeros(2, 1, 3, 5).bool()}, ValueError, "attention_mask: expected .* = .2, 1 or 4, 3, 6."),
         ({"mask": torch.zeros(2, 3, 3, 6).bool()}, ValueError, "attention_mask: expected .* = .2, 1 or 4, 3, 6."),
         ({"mask": torch.zeros(3, 6).bool()}, ValueError, r"attention_mask: expected \[B, heads, Q, K\], given shape"),
@@ -224,7 +225,7 @@ def drafted(tree, token, truth, seed):
 
 
 @pytest.mark.parametrize("plan", cl.drafts.PLANS)
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])
 def test_rounds_of_tree_verification_end_where_greedy_decoding_does(family, plan):
     """Every node's logits are those of its own sequence, run eagerly; reads and pairs are the ledger's and by hand."""
     changes = {} if family == "Llama" else {"sliding_window": 64}
