@@ -25,7 +25,12 @@ PICTURES = ("image/svg+xml", "image/png", "image/jpeg")
 
 
 def to_html(
-    notebook: NotebookNode, path: Path, *, navigation: Sequence[tuple[str, str, str]] = (), here: str = ""
+    notebook: NotebookNode,
+    path: Path,
+    *,
+    navigation: Sequence[tuple[str, str, str]] = (),
+    here: str = "",
+    explorer: str = "",
 ) -> str:
     """The page of one executed notebook.
 
@@ -37,6 +42,7 @@ def to_html(
         path: its file; pictures that the Markdown names lie in its folder.
         navigation: (address, text, name read aloud) of the pages to link to at the top.
         here: which of these is this page.
+        explorer: a macro of explorer_parts.html.j2 that the page ends with, or none.
 
     Raises:
         NotebookError: a formula cannot be converted or a picture is not there; the cell is named.
@@ -68,6 +74,7 @@ def to_html(
         navigation=navigation,
         root="",
         here=here,
+        explorer=explorer,
     )
 
 

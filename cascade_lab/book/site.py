@@ -30,6 +30,10 @@ _FIGURE = re.compile(r'src="(?P<file>[^"]+)".*?alt="(?P<alt>[^"]*)"')
 _PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?P<file>[^)\s]+)\)\n*", re.MULTILINE)
 
 
+EXPLORERS = {"02_cascade_read_volume": "verify", "03_prefix_hit_area": "hit"}
+"""The part of the explorer that the page of a notebook ends with."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One notebook on the index: name, title and claim as HTML, picture, judged claims, and by id where they held."""
@@ -116,7 +120,8 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             for claim in claims:
                 if claim.verdict == FAILS:
                     raise NotebookError(f"claim {claim.id} fails")
-            page = to_html(notebook, path, navigation=navigation, here=f"{path.stem}.html")
+            explorer = EXPLORERS.get(path.stem, "")
+            page = to_html(notebook, path, navigation=navigation, here=f"{path.stem}.html", explorer=explorer)
         except (NotebookError, ValueError) as error:
             raise NotebookError(f"{path.name}, {error}") from None
         yield f"{path.stem}.html", page

@@ -108,7 +108,8 @@ def test_nothing_is_loaded_from_elsewhere(pages, folder):
         assert page.find_all(["iframe", "object", "embed", "base"]) == []
         assert not re.search(r"@import|url\(", "".join(style.string for style in page.find_all("style"))), name
         text = (folder / name).read_text(encoding="utf-8")
-        assert text.count("<script") == (name == "explorer.html"), name
+        explored = ("explorer.html", *(f"{stem}.html" for stem in site.EXPLORERS))
+        assert text.count("<script") == (name in explored), name
         # addresses stand in links to be clicked, in the name of MathML, and in text
         markup = re.sub(r'(src="data:|<a href=")[^"]+"', "", text)
         attributes = re.findall(r'\w+="[^"]*//[^"]*"', markup)
@@ -494,6 +495,17 @@ def test_the_picture_of_the_map_has_a_dot_where_a_room_imports_another(pages):
     for name in order:
         wanted = ", ".join(other for other in order if other in found[name]) or "no other room"
         assert f"{name} imports {wanted}. " in drawing["aria-label"]
+
+
+@pytest.mark.parametrize(("stem", "ids"), [("02_cascade_read_volume", "L topk S"), ("03_prefix_hit_area", "N h tile")])
+def test_a_part_of_the_explorer_stands_on_the_page_of_its_notebook(stem, ids, pages):
+    page = pages[f"{stem}.html"]
+    section = page.find("section", class_="explorer")
+    assert {field["id"] for field in section.find_all("input", type="range")} >= set(ids.split())
+    heading = section.find("h2")["id"]
+    assert page.find("nav", class_="contents").find("a", href=f"#{heading}")
+    found = [node["id"] for node in page.find_all(id=True)]
+    assert len(found) == len(set(found))
 
 
 def test_the_explorer_names_only_what_its_page_has(pages):

@@ -265,6 +265,13 @@ def test_the_address_of_the_explorer_shows_the_same_again(page, folder):
     assert page.url == address
 
 
+def test_parts_of_the_explorer_work_on_the_pages_of_their_notebooks(page, folder):
+    page.goto((folder / "02_cascade_read_volume.html").as_uri() + "#L=1000")
+    assert [shown(page, f"{plan}-reads") for plan in ("naive", "cascade", "fused")] == ["4020", "1020", "1020"]
+    page.goto((folder / "03_prefix_hit_area.html").as_uri() + "#N=100&h=0.5")
+    assert shown(page, "pairs-left") == str(cl.interactions(100, 50))
+
+
 def test_numbers_stay_beside_the_sliders_on_a_phone(browser, folder):
     page = browser.new_page(viewport={"width": 390, "height": 800})
     page.goto((folder / "explorer.html").as_uri())
