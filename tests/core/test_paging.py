@@ -355,6 +355,7 @@ def cache_of(kind: str, dtype=torch.float32, device="cpu") -> tuple[torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", CACHES)
 def test_tokens_are_written_where_the_cache_lies_and_nowhere_else(kind, dtype):
+    """K92: a view of single tokens does not exist for most of these, and a reshaped copy would keep the write."""
     memory, cache, layout = cache_of(kind, dtype)
     slots = torch.tensor([22, 3, 0, 13])
     x = random(4, 2, 16, seed=1, dtype=dtype)

@@ -199,6 +199,7 @@ def beyond_the_computed(last: tuple[int, int]) -> tuple[list[Level], Level]:
 
 @pytest.mark.parametrize(("last", "keys"), [((20, 68), 4), ((16, 64), 0)])
 def test_a_level_beyond_the_computed_tokens_is_wrong_and_refused(last, keys):
+    """K94 (tests/known_faults.md): rows of the last request would see their own later keys."""
     plan, whole = beyond_the_computed(last)
     q, (k, v) = random(8 + last[0], 4, 16, seed=3), caches(20, 16)
     message = rf"levels\[1\] 'own': expected at least {last[0] - 1} keys for the {last[0]} causal rows of request 2, "

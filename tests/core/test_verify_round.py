@@ -462,7 +462,7 @@ def test_trees_come_back_from_the_forms_that_engines_keep(seed):
 
 
 def test_padding_is_no_node():
-    """EAGLE's padded retrieve_indices and Medusa's, padded by -2, as paths of labels."""
+    """K93 (tests/known_faults.md): EAGLE's padded retrieve_indices and Medusa's, padded by -2, as paths of labels."""
     tree = DraftTree.from_paths([[0, 1, 3], [0, 2, -1]])
     assert tree.parents == (-1, 0, 1, 0)
     assert tree.labels == (0, 1, 3, 2)
