@@ -153,7 +153,7 @@ def test_requests_in_order_of_their_pages_are_found_as_groups():
     assert sharing_order(int32([]).view(0, 3), int32([]), int32([]), 4).tolist() == []
 
 
-# (query rows, keys) of each request, pages that they share, heads: as vLLM tries its cascade, with what is computed
+# (query rows, keys) of each request, pages that they share, heads, and what is computed
 GRID = [
     ([(1, 130), (1, 97), (1, 113)], 5, (4, 2)),
     ([(5, 68), (16, 64), (1, 65)], 3, (4, 1)),
@@ -174,7 +174,7 @@ def shared_batch(sizes: list[tuple[int, int]], shared: int, page: int, device) -
 
 
 @pytest.mark.parametrize(("sizes", "shared", "heads"), GRID)
-def test_a_batch_with_one_shared_prefix_as_vllm_tests_it(backend, device, loads, sizes, shared, heads):
+def test_a_batch_with_one_shared_prefix_up_to_what_is_computed(backend, device, loads, sizes, shared, heads):
     table, lens, cu = shared_batch(sizes, shared, 16, device)
     num_pages = int(table.max()) + 1
     k, v = (random(num_pages, 16, heads[1], 16, seed=seed, device=device) for seed in (1, 2))
