@@ -90,6 +90,12 @@ def attention(
     harms only the rows that see that key. In V it also makes NaN, on the Triton backend, of rows that do not see the
     key but share a tile with one that does, for a weight of 0 times NaN is NaN; the torch backend keeps such rows
     apart. Scores may be as large as 2.3e38 after scaling: exponents are taken in base 2, which float32 holds so far.
+    Values are added up before they are divided: an element of v may be as large as 3.4e38 / K for K keys of equal
+    scores, and beyond that o is infinite while lse is right.
+
+    torch.autocast changes nothing. torch.set_float32_matmul_precision does, for float32 on the torch backend: with
+    "high" or "medium" a device that can multiplies in TF32 or bfloat16, and scores are off by up to 2^-8 of the product
+    of the lengths of q and k. Forward-mode derivatives and torch.func are refused.
 
     A call with sinks equals `merge_state` of the call without and the state of no value (o = 0, lse = sink); -inf and
     +inf are then no sink, and a row without visible keys has o = 0 and lse = sink. So where states of several calls

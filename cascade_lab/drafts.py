@@ -48,6 +48,10 @@ ROWS = ("branch", "leaf", "node")
 """What a virtual request of `VerifyBatch` is: a branch with the rows of its path, its leaf's row, or a node's row."""
 
 
+MOST_ENTRIES = 1 << 26
+"""Nodes times depth, and nodes times nodes, up to which a tree has paths, masks and plans: 512 MB of paths."""
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """Draft tokens of one request as a forest on its prefix.
@@ -61,6 +65,9 @@ class DraftTree:
     Raises:
         ValueError: no node, a parent that does not exist, a cycle, or other than one label per node. TypeError: parents
             that are not integers.
+
+    Paths, masks and plans of a tree take memory for nodes x depth and nodes x nodes, and are refused with ValueError
+    beyond 2^26 entries: a chain of 8,192 nodes is the longest.
     """
 
     parents: tuple[int, ...]
@@ -76,13 +83,7 @@ class DraftTree:
             raise ValueError(f"parents: expected ids below {len(values)}, given {int(values[i])} for node {i}")
         values = np.maximum(values, -1)
         object.__setattr__(self, "parents", tuple(values.tolist()))
-        # a path of more nodes than there are never ends
-        climb, steps = np.arange(len(values)), 0
-        while (climb >= 0).any():
-            if steps == len(values):
-                raise ValueError(f"parents: expected no cycle, given one through node {int(climb[climb >= 0][0])}")
-            climb, steps = np.where(climb >= 0, values[climb], -1), steps + 1
-        object.__setattr__(self, "depth", steps)
+        object.__setattr__(self, "depth", _depth(values))
         labels = None if labels is None else tuple(_plain(labels))
         if labels is not None and len(labels) != len(values):
             raise ValueError(f"labels: expected one per node ({len(values)}), given {len(labels)}")
@@ -368,6 +369,7 @@ class DraftTree:
     def _paths(self) -> np.ndarray:
         """[size, depth] int64: nodes from the prefix down to each node, then -1."""
         parents = np.asarray(self.parents)
+        self._check_room(self.depth, "paths")
         upward = np.full((self.size, self.depth), -1)
         climb = np.arange(self.size)
         for step in range(self.depth):
@@ -389,6 +391,12 @@ class DraftTree:
             count[parent] = ranks[-1] + 1
         return ranks
 
+    def _check_room(self, width: int, what: str) -> None:
+        if self.size * width > MOST_ENTRIES:
+            raise ValueError(
+                f"parents: expected {what} of at most {MOST_ENTRIES} entries, given {self.size} nodes x {width}"
+            )
+
     @cached_property
     def _path_lens(self) -> np.ndarray:
         return (self._paths >= 0).sum(1)
@@ -396,10 +404,23 @@ class DraftTree:
     @cached_property
     def _visible(self) -> np.ndarray:
         """[size, size] bool: row sees column."""
+        self._check_room(self.size, "a mask")
         seen = np.zeros((self.size, self.size + 1), bool)
         # -1 falls into the last column of the row before, and that column is dropped
         seen.reshape(-1)[np.arange(self.size)[:, None] * (self.size + 1) + self._paths] = True
         return seen[:, :-1]
+
+
+def _depth(parents: np.ndarray) -> int:
+    """Nodes on the longest path, in a number of steps that grows with its logarithm: each looks twice as far up."""
+    ahead, lengths, reach = parents, np.ones(len(parents), np.int64), 1
+    while (ahead >= 0).any():
+        # a path of more nodes than there are never ends
+        if reach > len(parents):
+            raise ValueError(f"parents: expected no cycle, given one through node {int(ahead[ahead >= 0][0])}")
+        lengths = lengths + np.where(ahead >= 0, lengths[ahead], 0)
+        ahead, reach = np.where(ahead >= 0, ahead[ahead], -1), 2 * reach
+    return int(lengths.max())
 
 
 def _plain(values) -> list:
@@ -581,6 +602,8 @@ class VerifyBatch:
         for r, tree in enumerate(trees):
             if tree is not None and not isinstance(tree, DraftTree):
                 raise TypeError(f"trees: expected DraftTree or None, given {type(tree).__name__} for request {r}")
+            if tree is not None:
+                tree._check_room(tree.depth, "paths")
         page_size = _checks.integer("page_size", page_size, 1)
         shared_prefix_len = _checks.integer("shared_prefix_len", shared_prefix_len)
         num_pages = None if num_pages is None else _checks.integer("num_pages", num_pages)

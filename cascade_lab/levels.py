@@ -21,7 +21,7 @@ whether one that was made by hand shows each row its keys once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from cascade_lab import _checks, paging, runtime
 from cascade_lab._passes import check_heads, check_pass, run_passes
 from cascade_lab.backends import Call
 from cascade_lab.paging import Layout
+from cascade_lab.regions import floor_sum
 from cascade_lab.states import State
 
 __all__ = ["Ledger", "Level", "cascade_attention", "check_plan", "ledger", "shared_prefix_levels", "sharing_order"]
@@ -432,11 +433,27 @@ class PassShape:
         if not self.causal:
             # rows x keys fits 64 bits, times a group it may not
             return sum(map(operator.mul, tiles.tolist(), self.keys.tolist()))
-        request = np.repeat(np.arange(len(tiles)), tiles)
-        tile = np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)
-        rows, keys = self.rows[request], self.keys[request]
-        last_row = np.minimum(rows - 1, ((tile + 1) * block_m - 1) // group)
-        return int(np.clip(last_row + keys - rows + 1, 0, keys).sum())
+        return sum(_causal_tile_tokens(*one, block_m, group) * times for one, times in self._kinds())
+
+    def _kinds(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Each (rows, keys) of a request, and how many requests are so."""
+        kinds, times = np.unique(np.stack((self.rows, self.keys)), axis=1, return_counts=True)
+        return zip(zip(*kinds.tolist(), strict=True), times.tolist(), strict=True)
+
+
+def _causal_tile_tokens(rows: int, keys: int, block_m: int, group: int) -> int:
+    """Keys that the row tiles of a causal request load, each up to the diagonal of its last row.
+
+    The last tile sees all keys, and the i-th one before it, i = 1, 2, ..., its floor((i block_m - 1) / group) + 1 rows
+    and the keys before them, keys - rows in number, which may be negative.
+    """
+    tiles, behind = -(-rows * group // block_m), keys - rows + 1
+    # the first tile that sees a key
+    first = 1 if behind >= 0 else -((behind * group - 1) // block_m)
+    count = tiles - first
+    if count <= 0:
+        return keys
+    return keys + floor_sum(count, block_m, first * block_m - 1 + behind * group, group)
 
 
 def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int = 1) -> Ledger:

@@ -21,7 +21,7 @@ import torch
 
 from cascade_lab import _checks, paging
 from cascade_lab.levels import Level, shared_prefix_levels
-from cascade_lab.regions import triangle
+from cascade_lab.regions import floor_sum, triangle
 
 __all__ = [
     "ENGINE_RULES",
@@ -169,13 +169,13 @@ def executed_tiles(n: int, hit: int, block_m: int, block_n: int, group: int = 1,
     tiles, unit = -(-(n - hit) * group // block_m), group * block_n
     if tiles == 0:
         return 0
-    behind = _floor_sum(tiles - 1, block_m, hit * group + block_m + unit - 1, unit) + -(-n // block_n)
+    behind = floor_sum(tiles - 1, block_m, hit * group + block_m + unit - 1, unit) + -(-n // block_n)
     if window is None:
         return behind
     # tiles in front: floor((first row + hit + 1 - window) / block_n), counted from where that is not negative
     start = (hit + 1 - window) * group
     skipped = max(0, -(start // block_m)) if start < 0 else 0
-    return behind - _floor_sum(max(0, tiles - skipped), block_m, start + skipped * block_m, unit)
+    return behind - floor_sum(max(0, tiles - skipped), block_m, start + skipped * block_m, unit)
 
 
 def tile_remaining(
@@ -520,18 +520,6 @@ def hand_over(
         re_expansion_tokens=hit if expands_latents else 0,
         kv_load_bytes=0 if cache_present else found * kv_bytes_per_token,
     )
-
-
-def _floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
-    """Sum of floor((slope i + offset) / divisor) over i = 0..count - 1, all >= 0, by Euclid's steps."""
-    total = 0
-    while count > 0:
-        total += slope // divisor * triangle(count - 1) + offset // divisor * count
-        slope, offset = slope % divisor, offset % divisor
-        # the points left lie under the line's other reading, x over y
-        count, offset = divmod(slope * count + offset, divisor)
-        slope, divisor = divisor, slope
-    return total
 
 
 def _lengths(n: int, hit: int, low: int = 1) -> tuple[int, int]:

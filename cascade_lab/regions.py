@@ -117,6 +117,18 @@ def triangle(n: Count) -> Count:
     return n * (n + 1) // 2
 
 
+def floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
+    """Sum of floor((slope i + offset) / divisor) over i = 0..count - 1, all >= 0, by Euclid's steps."""
+    total = 0
+    while count > 0:
+        total += slope // divisor * triangle(count - 1) + offset // divisor * count
+        slope, offset = slope % divisor, offset % divisor
+        # the points left lie under the line's other reading, x over y
+        count, offset = divmod(slope * count + offset, divisor)
+        slope, divisor = divisor, slope
+    return total
+
+
 def _check_hit(n: Count, hit: Count) -> tuple[Count, Count]:
     """n >= 1 and 0 <= hit <= n, all integers."""
     n, hit = _checks.integers("n", n, 1), _checks.integers("hit", hit)

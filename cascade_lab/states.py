@@ -83,6 +83,10 @@ def merge_state(
         TypeError: an argument that is not a tensor, or has an unsupported dtype.
         ValueError: rank, shape, device or stride does not fit, or `out` overlaps an input without being that input.
 
+    On the Triton backend weighted outputs are added up before they are divided, so S states of equal lse hold elements
+    up to 3.4e38 / S; beyond that o is infinite. The torch backend divides first. torch.func.grad and vmap go through,
+    forward-mode derivatives are refused; inside `runtime.unchecked()` no overlap is looked for.
+
     The formula is the combination step of blocked softmax: Milakov and Gimelshein (2018), arXiv:1805.02867.
     """
     _check_state("o_a", o_a, "lse_a", lse_a)

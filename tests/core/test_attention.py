@@ -906,3 +906,30 @@ def test_shared_pages_are_read_by_each_request(backend, device, loads):
     arguments = (case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens)
     full = attention_oracle(*arguments, cu_seqlens_q=offsets([2, 3]), causal=True)
     assert full.o.isfinite().all()
+
+
+@pytest.mark.parametrize(("size", "right"), [(4e37, 4e37), (1e38, math.inf)])
+def test_the_largest_values_that_add_up(backend, device, size, right):
+    """F10: 8 equal keys hold values up to 3.4e38 / 8, beside a request of one key, which holds what float32 does."""
+    q = torch.zeros(2, 1, 8, device=device)
+    v = torch.full((2, 8, 1, 8), size, device=device)
+    table, lengths = int32([[0], [1]], device), int32([8, 1], device)
+    state = attention(q, torch.zeros_like(v), v, table, lengths, backend=backend)
+    torch.testing.assert_close(state.o[0], torch.full_like(state.o[0], right))
+    torch.testing.assert_close(state.o[1], torch.full_like(state.o[1], size))
+    torch.testing.assert_close(state.lse[:, 0], torch.tensor([math.log(8), 0.0], device=device))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_what_the_precision_of_float32_products_does_to_the_torch_backend(precision):
+    """F8: float32 by default; with a lower precision off by no more than bfloat16's 2^-8 of each product."""
+    case = attention_case([40, 3], [300, 70], heads=(4, 2), dim=64, page=16, causal=True)
+    exact, largest = case.reference(), float(case.q.norm(dim=-1).max() * case.k_cache.nan_to_num().norm(dim=-1).max())
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        state = run(case, "torch")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    bound = 2e-6 if precision == "highest" else 2.0**-8 * 64**-0.5 * largest
+    assert float((state.lse.double() - exact.lse).abs().max()) <= bound * max(1.0, float(exact.lse.abs().max()))

@@ -523,3 +523,21 @@ def test_a_batch_without_rows_has_levels_without_rows(backend, device, loads, pl
     state = run_levels(case, case.batch.levels(plan), backend, loads)
     assert state.o.shape == (0, 4, 16)
     assert state.lse.shape == (0, 4)
+
+
+def test_long_chains_are_bounded():
+    """F26 (tests/known_faults.md): depth takes log steps; paths, masks and plans of over 2^26 entries are refused."""
+    chain = DraftTree.chain(200_000)
+    assert (chain.size, chain.depth) == (200_000, 200_000)
+    assert DraftTree([1, 2, 3, -1, 0]).depth == 5
+    for call in (lambda: chain.mask, lambda: chain.positions(3), lambda: VerifyBatch([5], [chain])):
+        with pytest.raises(ValueError, match=r"parents: expected .* of at most 67108864 entries, given 200000 nodes x"):
+            call()
+    flat = DraftTree([-1] * 8193)
+    assert flat.positions(3).tolist() == [3] * 8193
+    with pytest.raises(
+        ValueError, match="parents: expected a mask of at most 67108864 entries, given 8193 nodes x 8193"
+    ):
+        flat.mask  # noqa: B018
+    with pytest.raises(ValueError, match="no cycle, given one through node"):
+        DraftTree([*range(1, 100_000), 50_000])

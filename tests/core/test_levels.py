@@ -6,12 +6,14 @@ import math
 from dataclasses import replace
 from itertools import permutations, product
 
+import numpy as np
 import pytest
 import torch
 
 from cascade_lab import DraftTree, Level, State, VerifyBatch, attention, cascade_attention, ledger, runtime
 from cascade_lab.drafts import PLANS, ROWS
 from cascade_lab.evidence.reference import assert_state_close, attention_oracle, visible_keys
+from cascade_lab.levels import PassShape
 from cascade_lab.paging import split_kv_cache
 from tests.cases import attention_case, int32, offsets, poisoned_cache, random, run
 from tests.verify import (
@@ -824,3 +826,21 @@ def test_what_a_call_refuses_is_not_counted(changes):
     assert str(uncounted.value)[:60] == str(refused.value)[:60]
     with runtime.unchecked(), pytest.raises(type(refused.value)):
         ledger(broken)
+
+
+def test_tile_tokens_of_causal_levels_have_a_closed_form():
+    """F26: equal to the sum over tiles, whatever the shapes, and exact where there are 2^33 tiles of 10^12 rows."""
+
+    def by_tiles(rows: int, keys: int, block_m: int, group: int) -> int:
+        last_rows = (min(rows - 1, ((i + 1) * block_m - 1) // group) for i in range(-(-rows * group // block_m)))
+        return sum(min(max(row + keys - rows + 1, 0), keys) for row in last_rows)
+
+    draw = np.random.default_rng(3)
+    for _ in range(300):
+        rows, keys = draw.integers(1, 40, 3), draw.integers(0, 60, 3)
+        block_m, group = int(draw.integers(1, 40)), int(draw.integers(1, 9))
+        expected = sum(by_tiles(*pair, block_m, group) for pair in zip(rows.tolist(), keys.tolist(), strict=True))
+        assert PassShape(rows, keys, True).tile_tokens(block_m, group) == expected, (rows, keys, block_m, group)
+    n, tiles = 10**12, 10**12 * 4 // 128
+    whole = PassShape(np.asarray([n, n]), np.asarray([n, n]), True)
+    assert whole.tile_tokens(128, 4) == 2 * 32 * tiles * (tiles + 1) // 2

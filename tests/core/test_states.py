@@ -636,3 +636,20 @@ def test_state_unpacks_as_output_then_lse(backend, device):
     first, second = state
     assert first is state.o
     assert second is state.lse
+
+
+@pytest.mark.parametrize("size", [1.6e38, 2e38])
+def test_the_largest_outputs_that_merge(backend, size):
+    """F10 (tests/known_faults.md): two equal states merge to themselves up to 3.4e38 / 2 on triton, on torch beyond."""
+    device = runtime.device() if backend == "triton" else "cpu"
+    o, lse = (
+        torch.full((3, 2, 8), size, device=device),
+        torch.tensor([0.0, -5.0, 7.0], device=device)[:, None].repeat(1, 2),
+    )
+    for merged in (
+        merge_state(o, lse, o, lse, backend=backend),
+        merge_states(torch.stack((o, o), 1), torch.stack((lse, lse), 1), backend=backend),
+    ):
+        right = torch.full_like(o, size if backend == "torch" or size < 1.7e38 else math.inf)
+        torch.testing.assert_close(merged.o, right)
+        torch.testing.assert_close(merged.lse, lse + math.log(2))
