@@ -305,9 +305,9 @@ def refuse_forward_mode(function: str, *tensors: torch.Tensor) -> None:
     Raises:
         RuntimeError: a tensor carries a tangent, of torch.autograd.forward_ad or torch.func.jvp.
     """
-    if torch.compiler.is_compiling():
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(
             f"{function} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp); use reverse mode: "
             f"torch.autograd.grad, or torch.autograd.functional.vjp"
@@ -327,6 +327,8 @@ def outside_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args):
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args)
         kind = next(x for x in args if isinstance(x, torch.Tensor)).device.type
         if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
             return function(*args)
