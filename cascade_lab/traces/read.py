@@ -23,7 +23,7 @@ from cascade_lab.traces import mapping
 from cascade_lab.traces.blocks import Sessions, as_text, chained, ids_of_text, ids_of_tokens
 from cascade_lab.traces.formats import FORMATS, looks_like_log, near_miss, recognise
 from cascade_lab.traces.formats.form import Format, Gives
-from cascade_lab.traces.records import Complain, Source, complaints, open_records, short
+from cascade_lab.traces.records import Complain, Source, complaints, open_records, short, shown_path
 from cascade_lab.traces.request import BLOCK_SIZE, Fault, HeaderFault, Request, Totals, TraceError
 
 OnError = Literal["raise", "skip"]
@@ -351,7 +351,7 @@ def _open(
     )
     if source.unit != "line":
         complain = complaints(path, on_error, skipped, source.unit)
-    return _recognised_file(path.as_posix(), source, format, fields, complain, stack)
+    return _recognised_file(shown_path(path), source, format, fields, complain, stack)
 
 
 def _recognised_file(
@@ -619,7 +619,7 @@ def _account(files: Sequence[_File], format: Format, block_size: int, content_id
         lines.append(f"  {name.replace('_', ' ')} = {expression}" + ("" if there else ", which the first row lacks"))
     if format.gives == "block ids":
         kind = "of blocks alone, chained here" if content_ids else "as they are"
-        kind = f"unique within {first.fields['scope']}" if "scope" in first.fields and "scope" in first.sample else kind
+        kind = f"unique within a {scope}" if (scope := first.fields.get("scope")) in first.sample else kind
         if "block_ids" not in format.fields:
             kind = "made here from whole blocks"
         lines.append(f"  ids {kind}, {block_size} tokens each")

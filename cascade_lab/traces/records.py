@@ -59,15 +59,21 @@ def complaints(
     path: Path | str, on_error: str, skipped: list[TraceError] | None, unit: str = "line"
 ) -> Callable[[int, Fault], None]:
     """What is done about a bad line: raised, or kept in `skipped` where `on_error` says so."""
+    name = shown_path(path)
 
     def complain(line: int, fault: Fault) -> None:
-        error = TraceError(Path(path).as_posix(), line, fault.field, fault.fault, unit)
+        error = TraceError(name, line, fault.field, fault.fault, unit)
         if on_error == "raise" or isinstance(fault, HeaderFault):
             raise error from None
         if skipped is not None:
             skipped.append(error)
 
     return complain
+
+
+def shown_path(path: Path | str) -> str:
+    """A path as messages name it."""
+    return "standard input" if str(path) == STDIN else Path(path).as_posix()
 
 
 def open_records(

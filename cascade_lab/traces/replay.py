@@ -99,7 +99,7 @@ def _unlimited(requests: Iterable[Request], block_size: int, check_chain: bool) 
 
 
 def _batch(requests: Iterator[Request]) -> list[Request]:
-    """The next requests, many but not too many ids; never more at once than what a first look needs."""
+    """The next requests: many, but of not too many ids."""
     batch, ids = [], 0
     for request in islice(requests, _REQUESTS):
         batch.append(request)

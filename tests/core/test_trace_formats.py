@@ -133,6 +133,8 @@ def test_the_account_says_how_each_field_was_read():
     assert "  hit tokens = usage.cache_read_input_tokens" in account
     assert any(line.startswith("  time = ") and line.endswith("the first row lacks") for line in account)
     assert "  ids of blocks alone, chained here, 16 tokens each" in read_logs([SAMPLES / "bailian.jsonl"]).account
+    assert "  ids unique within a trace, 64 tokens each" in read_logs([SAMPLES / "weka.json"]).account
+    assert "  hit tokens = vllm:prefix_cache_hits" in read_logs([SAMPLES / "vllm_metrics.txt"]).account
     assert "  time = timestamp (us)" in read_logs([SAMPLES / "lmcache.jsonl"]).account
     assert any("four" in line or "4 characters" in line for line in read_logs([SAMPLES / "lmcache.jsonl"]).account)
 
@@ -376,6 +378,13 @@ def test_a_gzipped_log_and_one_from_standard_input_are_the_same(name, tmp_path, 
     assert [one.input_tokens for one in read_logs([tmp_path / f"{name}.gz"]).requests] == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
     assert [one.input_tokens for one in read_logs(["-"]).requests] == expected
+
+
+def test_a_fault_of_standard_input_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'{"input_length": 3}'))))
+    status, out, err = run(capsys, "-")
+    assert (status, out) == (1, "")
+    assert err.startswith("cascade-lab trace: standard input, line 1, line: expected a known format")
 
 
 def test_a_json_array_is_read_entry_by_entry(tmp_path):

@@ -54,7 +54,7 @@ def _weka(records: Iterator[Record], complain: Complain) -> Iterator[tuple[int, 
             if trace.get("hash_id_scope") != "global":
                 if trace.get("id") is None:
                     raise Fault("id", "missing, and block ids are unique within a trace alone")
-                shared["scope"] = trace["id"]
+                shared["trace"] = trace["id"]
             calls = list(_calls(trace.get("requests"), 0.0))
         except Fault as fault:
             complain(line, fault)
@@ -101,7 +101,7 @@ def _agentic(records: Iterator[Record], complain: Complain) -> Iterator[tuple[in
         elif local and "play_id" not in row:
             complain(line, Fault("play_id", "missing, and block ids are unique within a play alone"))
         else:
-            yield line, dict(row) | shared | ({"scope": row["play_id"]} if local else {})
+            yield line, dict(row) | shared | ({"play": row["play_id"]} if local else {})
 
 
 AGENTS = (
@@ -151,7 +151,7 @@ AGENTS = (
             "session": "session",
             "model": "model",
             "block_size": "block_size",
-            "scope": "scope",
+            "scope": "trace",
         },
         session_clock=True,
     ),
@@ -185,7 +185,7 @@ AGENTS = (
             "session": "session_id",
             "model": "model",
             "block_size": "block_size",
-            "scope": "scope",
+            "scope": "play",
         },
         session_clock=True,
     ),

@@ -73,8 +73,7 @@ def _counters(tokens: str, hits: str, requests: str) -> Rows:
             if gone := [name for name in (tokens, hits) if name not in row]:
                 complain(last, Fault(gone[0], f"missing for model {model!r}, so that its hits are unknown"))
                 continue
-            found = {"tokens": str(row[tokens]), "hits": str(row[hits]), "model": model}
-            yield last, found | ({"requests": str(row[requests])} if requests in row else {})
+            yield last, {name: str(value) for name, value in row.items()} | {"model": model}
 
     return rows
 
@@ -157,7 +156,12 @@ ENGINES = (
         "vLLM, Production Metrics",
         pattern=re.compile(r"^vllm:prefix_cache_(queries|hits)(_total)?\b"),
         rows=_counters("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:request_prompt_tokens_count"),
-        fields={"input_tokens": "tokens", "hit_tokens": "hits", "requests": "requests", "model": "model"},
+        fields={
+            "requests": "vllm:request_prompt_tokens_count",
+            "input_tokens": "vllm:prefix_cache_queries",
+            "hit_tokens": "vllm:prefix_cache_hits",
+            "model": "model",
+        },
     ),
     Format(
         "sglang-metrics",
@@ -165,6 +169,11 @@ ENGINES = (
         "SGLang, Production Metrics",
         pattern=re.compile(r"^sglang:(prompt|cached)_tokens_total\b"),
         rows=_counters("sglang:prompt_tokens", "sglang:cached_tokens", "sglang:num_requests"),
-        fields={"input_tokens": "tokens", "hit_tokens": "hits", "requests": "requests", "model": "model"},
+        fields={
+            "requests": "sglang:num_requests",
+            "input_tokens": "sglang:prompt_tokens",
+            "hit_tokens": "sglang:cached_tokens",
+            "model": "model",
+        },
     ),
 )
