@@ -3,6 +3,7 @@
 What is committed of them depends on no machine, no library's wording and no timing of messages.
 """
 
+import ast
 import json
 import re
 import shlex
@@ -56,7 +57,7 @@ PARAMETER_SETS: dict[str, dict[str, dict[str, object]]] = {
             "clock_mebibytes": 64,
         },
         "many branches, single tokens as pages": {
-            "topk": 8,
+            "topk": 16,
             "counted_prefixes": [65, 7],
             "counted_steps": [7, 1],
             "page_size": 1,
@@ -221,6 +222,37 @@ def test_claims_hold_under_other_parameters(name, label, tmp_path):
 
 
 PATHS = sorted(FOLDER.glob("*.ipynb"))
+# For each notebook, a value that it refuses, and what it says of it.
+REFUSED = {
+    "01_lse_splitting": ("head_dim", 257, "head_dim: expected from 1 to 256, given 257: lower it to 256 or less"),
+    "02_cascade_read_volume": ("topk", 33, "topk: expected from 1 to 32, given 33: lower it to 32 or less"),
+    "03_prefix_hit_area": ("hits", [40, 0, 133], r"hits: expected each less than .*: lower the largest"),
+    "04_other_regions": ("hit_ratio", 0.0, "hit_ratio: expected from 0.1 to 0.9, given 0.0: raise it to 0.1 or more"),
+    "05_hit_ratio_on_traces": ("model", "GPT", "model: expected one of .*, given 'GPT': choose one of these"),
+    "06_across_ranks": ("num_q_heads", 6, "num_q_heads: expected a positive multiple of world_size = 4, given 6: 8 is"),
+    "07_kernel_walk": ("row_tile", 24, "row_tile: expected a power of two, given 24: try 32"),
+}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_parameter_that_is_refused_is_named_with_what_it_takes_and_a_remedy(path):
+    """Only imports, parameters and the cell that judges them are run."""
+    name, value, said = REFUSED[path.stem]
+    names, judged = {"__name__": "__main__"}, False
+    for cell in code_cells(path):
+        tree = ast.parse(cell.source)
+        if all(
+            isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body
+        ) or "parameters" in cell.metadata.get("tags", []):
+            exec(compile(tree, path.name, "exec"), names)
+        elif "accept(" in cell.source:
+            assert name in names
+            names[name] = value
+            with pytest.raises(ValueError, match=f"^parameters: {said}"):
+                exec(compile(tree, path.name, "exec"), names)
+            judged = True
+            break
+    assert judged
 
 
 def code_cells(path):

@@ -267,3 +267,45 @@ def test_provenance_is_plain_text():
     assert all(type(value) is str and value for value in record.values())
     assert record["torch"] == torch.__version__.split("+")[0] or record["torch"] == torch.__version__
     assert not any(str(ROOT) in value for value in record.values())
+
+
+OWN_KERNEL = """
+import os
+import torch
+import triton.language as tl
+import cascade_lab.evidence
+from cascade_lab import runtime
+
+@runtime.jit
+def twice(x):
+    return 2 * x
+
+@runtime.jit
+def row_sums(x_ptr, sum_ptr, n, B: tl.constexpr):
+    i, j = tl.program_id(0), tl.arange(0, B)
+    tl.store(sum_ptr + i, tl.sum(twice(tl.load(x_ptr + i * n + j, mask=j < n, other=0.0)), 0))
+
+x, sums = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]), torch.zeros(2)
+row_sums[(2,)](x, sums, 3, B=4)
+print(runtime.triton_mode(), sums.tolist(), os.environ.get("TRITON_INTERPRET"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "interpreted [14.0, 112.0] None"),
+        ({"CASCADE_LAB_TARGET": "sm_90"}, "executed [14.0, 112.0] None"),
+    ],
+)
+def test_a_kernel_of_ones_own_runs_as_those_of_the_package_do(environment, said, tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "own.py").write_text(OWN_KERNEL)
+    done = child(str(tmp_path / "own.py"), **environment)
+    assert done.stdout.strip() == said, done.stderr
+
+
+def test_a_kernel_of_ones_own_needs_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(RuntimeError, match="needs the triton package"):
+        runtime.jit(lambda x_ptr: None)
