@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--compiled",
         action="store_true",
-        help="compile every kernel for four targets and count its instructions; needs no GPU, and no clock",
+        help="compile every kernel for eight targets and count its instructions; needs no GPU, and no clock",
     )
     kind.add_argument(
         "--judge",

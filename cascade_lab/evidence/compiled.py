@@ -6,7 +6,8 @@ its copies, its matrix products. One figure says how near the limit a loop is:
 
     issue = instructions of the main loop x warps / (K and V bytes that one turn of it loads),
 
-since a kernel cannot stream faster than the machine issues. It is counted, not timed. Needs Triton in compiled mode, so
+since a kernel cannot stream faster than the machine issues. Registers and shared memory say how many programs run side
+by side on a multiprocessor. All of it is counted, not timed. Needs Triton in compiled mode, so
 `cascade-lab bench --compiled` and the tests run it in a child process.
 """
 
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -32,9 +33,10 @@ import torch
 
 from cascade_lab import runtime
 
-NVIDIA_TARGETS = ("sm_80", "sm_90", "sm_100")
-# multiprocessors of A100, H200 and B200, for the number of splits
-_SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+NVIDIA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# KiB of shared memory of a multiprocessor, of which each program takes one beside its own
+_SHARED_KIB = {"sm_75": 64, "sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
+_REGISTERS = 65536
 _POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 _POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 _POINTERS |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
@@ -48,6 +50,8 @@ class Work:
         head_dim, head_dim_v: D and D_v; V is a view of K's first columns when `latent`.
         rows: packed rows, query rows x group, of each request.
         mask: "tree", "causal" or "none".
+        window: keys before its own that a row sees; -1 is all of them.
+        softcap: whether scores are capped.
         row_stride: elements between tokens of one KV head in the cache; 0 is contiguous.
         dtype, cache_dtype: of queries and of the cache, where it has another.
     """
@@ -65,6 +69,8 @@ class Work:
     num_splits: int | None = None
     dtype: str = "bfloat16"
     cache_dtype: str = ""
+    window: int = -1
+    softcap: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class Report:
         copies: global-memory instructions of the loop and how often each occurs.
         buffers: K tiles in shared memory; one less than this is in flight (two less for sm_90 and sm_100 products).
         block_m, block_n, num_warps: of the tile.
+        programs: that a multiprocessor holds at a time, by registers and shared memory.
     """
 
     kernel: str
@@ -95,30 +102,56 @@ class Report:
     products: tuple[str, ...]
     copies: dict[str, int]
     buffers: int
+    programs: int
+
+
+_LATENT = dict(head_dim_v=512, latent=True, num_kv_heads=1)
+_MLA = dict(head_dim_v=128)
 
 
 def table_works() -> list[Work]:
-    """One work per row of the configuration table: head dims 64, 128, 256 and 576/512, tree and causal."""
-    works = [
-        Work(head_dim, rows, mask)
-        for head_dim in (64, 128)
-        for rows in (16, 32, 64, 128)
-        for mask in ("tree", "causal")
-    ]
-    works += [Work(256, rows, mask) for rows in (16, 32, 64) for mask in ("tree", "causal")]
-    latent = dict(head_dim_v=512, latent=True, num_kv_heads=1)
-    return works + [Work(576, rows, mask, **latent) for rows in (16, 32) for mask in ("tree", "causal")]
+    """One work per row of the configuration table, tree and causal: head dims 64, 128, 256 and 576/512, and 192/128,
+    which shares the rows of 256, causal alone."""
+    shapes = [(head_dim, rows, {}) for head_dim in (64, 128) for rows in (16, 32, 64, 128)]
+    shapes += [(256, rows, {}) for rows in (16, 32, 64)] + [(576, rows, _LATENT) for rows in (16, 32)]
+    works = [Work(head_dim, rows, mask, **rest) for head_dim, rows, rest in shapes for mask in ("tree", "causal")]
+    return works + [Work(192, rows, "causal", **_MLA) for rows in (16, 32, 64)]
 
 
 def odd_works() -> list[Work]:
-    """Shapes that lose wide copies easily: row stride 264, head dims 80 and 96, pages of one token, other head dims."""
+    """Shapes that lose wide copies easily: row stride 264, head dims 80, 96 and 192, pages of one token, of a tile and
+    more, and a dense cache of any length."""
     return [
         Work(128, 64, row_stride=264),
         Work(80, 64),
         Work(96, 64),
-        Work(128, 64, page_size=1),
         Work(192, 32),
-        Work(128, 64, page_size=256),
+        *(Work(128, 64, page_size=page) for page in (1, 64, 256, 2000, 2048)),
+    ]
+
+
+def capped_works() -> list[Work]:
+    """Scores capped under a sliding window, which keep most alive, at the largest tile of each head dim."""
+    shapes = [(64, 128, {}), (128, 128, {}), (192, 64, _MLA), (256, 64, {}), (576, 32, _LATENT)]
+    return [Work(head_dim, rows, "causal", window=512, softcap=True, **rest) for head_dim, rows, rest in shapes]
+
+
+def full_works() -> list[Work]:
+    """float32, which notebooks compute in: head dim 16 at all rows, and the others at the rows that they have there."""
+    shapes = [(16, 128, {}), *((64, rows, {}) for rows in (16, 32, 64, 128)), (128, 16, {}), (128, 64, {})]
+    shapes += [(256, 16, {}), (256, 64, {}), (576, 16, _LATENT)]
+    return [Work(head_dim, rows, "causal", dtype="float32", **rest) for head_dim, rows, rest in shapes]
+
+
+def works_of(target: str) -> list[tuple[str, Work]]:
+    """All works of a target by kind; sm_75 has no bfloat16, and odd shapes are tried where copies are asynchronous and
+    the rows are no other target's."""
+    kinds = {"table": table_works(), "capped": capped_works(), "float32": full_works()}
+    if target in ("sm_80", "sm_90", "sm_100"):
+        kinds["odd"] = odd_works()
+    half = {"dtype": "float16"} if target == "sm_75" else {}
+    return [
+        (kind, work if kind == "float32" else replace(work, **half)) for kind, works in kinds.items() for work in works
     ]
 
 
@@ -155,11 +188,10 @@ def launches_and_partials(work: Work, target: str) -> tuple[int, float]:
     return len(launches), partial / kv_bytes
 
 
-def compiles_on_amd(work: Work) -> bool:
-    """Whether the launch compiles for gfx942."""
-    for launch in _attention_launches(work, "gfx942"):
-        _compile(launch, "gfx942")
-    return True
+def shared_on_amd(work: Work) -> int:
+    """Bytes of shared memory that the launch takes on gfx942, where it was compiled for it."""
+    launches = [one for one in _attention_launches(work, "gfx942") if "attention" in one.kernel.fn.__name__]
+    return max(_compile(launch, "gfx942").metadata.shared for launch in launches)
 
 
 @dataclass
@@ -218,10 +250,11 @@ def _attention_launches(work: Work, target: str) -> list[_Launch]:
         torch.tensor([0, rows], dtype=torch.int32),
         causal=work.mask == "causal",
         tree_mask=mask,
+        window_size=(work.window, -1),
     )
     num_splits = 1 if work.mask == "causal" and work.num_splits is None else work.num_splits
     with runtime.pretend_target(runtime.TARGETS[target]), _captured() as launches:
-        kernels.attend(q, [one], Call(work.head_dim**-0.5, 0.0, num_splits, dtype, None, "triton"))
+        kernels.attend(q, [one], Call(work.head_dim**-0.5, 50.0 * work.softcap, num_splits, dtype, None, "triton"))
     return launches
 
 
@@ -273,14 +306,14 @@ def _read(launch: _Launch, target: str, tile_bytes: int) -> Report:
     # a merge has no loop over keys: its copies are those of the whole kernel
     loop = _main_loop(lines, labels) if tile_bytes else []
     counts = _counts(loop or lines)
-    warps = launch.keywords["num_warps"]
+    warps, registers = launch.keywords["num_warps"], int(re.search(r"Used (\d+) registers", report)[1])
     return Report(
         kernel=launch.kernel.fn.__name__.strip("_"),
         target=target,
         block_m=launch.keywords.get("BLOCK_M", 0),
         block_n=launch.keywords.get("BLOCK_N", 0),
         num_warps=warps,
-        registers=int(re.search(r"Used (\d+) registers", report)[1]),
+        registers=registers,
         stack_bytes=int(found[1]),
         spill_bytes=int(found[2]) + int(found[3]),
         shared_bytes=kernel.metadata.shared,
@@ -289,7 +322,14 @@ def _read(launch: _Launch, target: str, tile_bytes: int) -> Report:
         products=tuple(sorted({name for op in counts if (name := op.split(".")[0]).endswith("MMA")})),
         copies={op: n for op, n in counts.items() if _is_global(op)},
         buffers=_buffers(kernel.asm.get("ttgir", "")) if tile_bytes else 0,
+        programs=_programs(target, registers, warps, kernel.metadata.shared),
     )
+
+
+def _programs(target: str, registers: int, num_warps: int, shared_bytes: int) -> int:
+    """Programs side by side on a multiprocessor: registers come by eights for each thread."""
+    by_registers = _REGISTERS // (-(-registers // 8) * 8 * 32 * num_warps)
+    return min(by_registers, _SHARED_KIB[target] * 1024 // (shared_bytes + 1024))
 
 
 def _is_global(operation: str) -> bool:
@@ -315,7 +355,7 @@ def _counts(lines: list[str]) -> dict[str, int]:
 
 
 def _main_loop(lines: list[str], labels: dict[str, int]) -> list[str]:
-    """Instructions of the innermost loop with the most asynchronous copies."""
+    """Instructions of the innermost loop with the most asynchronous copies, the first one where there are none."""
     loops = []
     for i, line in enumerate(lines):
         target = re.search(r"BRA(?:\.U)?.*?`\((\.L_x_\d+)\)", line)
@@ -358,25 +398,29 @@ def effective_issue(report: Report, work: Work) -> float:
     return report.issue * -(-work.rows // report.block_m)
 
 
-def survey(progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def survey(progress: Callable[[str], None] = lambda _: None, targets: Sequence[str] = NVIDIA_TARGETS) -> dict[str, Any]:
     """Inspect everything, two compilations at a time, and return it as JSON values.
 
     Returns:
-        "rows" of the table and odd shapes on each target, "merges", "amd" (compiled for gfx942), the "worked example"
+        "rows" of each target and kind of `works_of`, "merges", "amd" (shared memory on gfx942), the "worked example"
         with the sum-up number, and where they come from.
     """
-    works, example = [*table_works(), *odd_works()], worked_example()
+    example = worked_example()
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        rows = [(work, pool.submit(inspect_attention, work, target)) for work in works for target in NVIDIA_TARGETS]
-        merges = [(D, pool.submit(inspect_merges, D, target)) for D in (64, 128, 512) for target in NVIDIA_TARGETS]
-        amd = [(work, pool.submit(compiles_on_amd, work)) for work in table_works()[::2]]
+        rows = [
+            (kind, work, pool.submit(inspect_attention, work, target))
+            for target in targets
+            for kind, work in works_of(target)
+        ]
+        merges = [(D, pool.submit(inspect_merges, D, target)) for D in (64, 128, 512) for target in targets]
+        amd = [(work, pool.submit(shared_on_amd, work)) for work in table_works()[::2]]
         found = {"rows": [], "merges": [], "amd": []}
-        for work, row in rows:
-            found["rows"].append({"work": asdict(work), **asdict(row.result())})
+        for kind, work, row in rows:
+            found["rows"].append({"kind": kind, "work": asdict(work), **asdict(row.result())})
             progress(f"{len(found['rows'])} of {len(rows)} attention kernels")
         for head_dim, pair in merges:
             found["merges"] += [{"head_dim": head_dim, **asdict(report)} for report in pair.result()]
-        found["amd"] = [{"work": asdict(work), "compiles": done.result()} for work, done in amd]
+        found["amd"] = [{"work": asdict(work), "shared_bytes": done.result()} for work, done in amd]
     launches, partials = launches_and_partials(example, "sm_90")
     report = inspect_attention(example, "sm_90")
     found["worked example"] = {
@@ -387,32 +431,51 @@ def survey(progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
         "issue": report.issue,
         "issue x loaded / compulsory": round(effective_issue(report, example), 4),
     }
-    about = {"date": date.today().isoformat(), "source": "cascade-lab bench --compiled", "devices": [*NVIDIA_TARGETS]}
+    about = {
+        "date": date.today().isoformat(),
+        "source": "cascade-lab bench --compiled",
+        "devices": [*targets, "gfx942"],
+    }
     return about | found | {"provenance": runtime.provenance()}
 
 
 def table(found: dict[str, Any]) -> str:
     """The survey as a table of text, its last line the sum-up number."""
-    head = ("D", "rows", "mask", "cache", "target", "tile", "registers", "spill", "issue", "products, copies")
+    head = (
+        "D",
+        "rows",
+        "mask",
+        "cache",
+        "target",
+        "tile",
+        "registers",
+        "spill",
+        "programs",
+        "issue",
+        "products, copies",
+    )
     lines = [head]
     for row in found["rows"]:
         work, products = row["work"], ", ".join(row["products"])
         cache = f"stride {work['row_stride']}" if work["row_stride"] else f"page {work['page_size']}"
+        mask = "capped window" if row["kind"] == "capped" else work["mask"]
+        cache += ", float32" if row["kind"] == "float32" else ""
         tile = f"{row['block_m']}x{row['block_n']} w{row['num_warps']}"
-        shown = (work["head_dim"], work["rows"], work["mask"], cache, row["target"], tile)
-        counts = (row["registers"], row["spill_bytes"], f"{row['issue']:.3f}", f"{products}; {_listed(row['copies'])}")
-        lines.append((*shown, *counts))
+        shown = (work["head_dim"], work["rows"], mask, cache, row["target"], tile)
+        counts = (row["registers"], row["spill_bytes"], row["programs"], f"{row['issue']:.3f}")
+        lines.append((*shown, *counts, f"{products}; {_listed(row['copies'])}"))
     for row in found["merges"]:
         kernel = row["kernel"].removesuffix("_kernel")
         shown = (row["head_dim"], "", "", kernel, row["target"], f"w{row['num_warps']}")
-        lines.append((*shown, row["registers"], row["spill_bytes"], "", _listed(row["copies"])))
+        lines.append((*shown, row["registers"], row["spill_bytes"], row["programs"], "", _listed(row["copies"])))
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(head))]
     texts = ["  ".join(str(cell).ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     example = found["worked example"]
     texts.append(
         f"launches {example['launches without splits']} without splits, {example['launches']} with; "
         f"partial states {example['partials over KV bytes']:.1%} of the KV bytes; "
-        f"{sum(row['compiles'] for row in found['amd'])} of {len(found['amd'])} rows compile for gfx942"
+        f"{len(found['amd'])} rows compile for gfx942, with at most "
+        f"{max(row['shared_bytes'] for row in found['amd'])} bytes of shared memory"
     )
     texts.append(f"issue x K tokens loaded / compulsory: {example['issue x loaded / compulsory']:.4f}")
     return "\n".join(texts)

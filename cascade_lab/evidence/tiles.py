@@ -1,7 +1,8 @@
 """What the Triton kernel executes of a prefill after a hit: tiles, visible pairs, distinct keys.
 
-In the interpreter tiles are counted by the load recorder, as matrix products: each tile takes two, scores and output.
-Compiled code that is executed has its sectors recorded instead, and a tile is a stretch of keys that a program loads.
+In the interpreter tiles are counted by the load recorder, as matrix products: each tile takes two, scores and output;
+where keys without a mask go by in wider tiles than others, one of those counts as several. Compiled code that is
+executed has its sectors recorded instead, and a tile is a stretch of keys that a program loads.
 Pairs are counted by the kernel itself: with q = 0 every visible key has weight e^0 = 1, so a row's e^lse is the number
 of keys it saw. `instructions` counts what the compiled kernel issues, by executing its PTX.
 `Prefill.skip = False` gives the same causal rule to the kernel as a tree mask over all keys, which it applies inside
@@ -49,7 +50,7 @@ class TileCount:
     """What one launch did.
 
     Attributes:
-        block_m, block_n: packed rows and keys of a tile.
+        block_m, block_n: packed rows and keys of a tile, the narrower where masked ones are.
         tiles: executed tiles, over all KV heads.
         pairs: visible query-key pairs, over all query heads.
         keys: distinct K rows loaded, over all KV heads.
@@ -79,8 +80,9 @@ def instructions(prefills: Sequence[Prefill], target: str = "sm_90") -> list[dic
     """Instructions that the kernel issues for each prefill, by class, in a child process; None without Triton.
 
     The PTX compiled for `target` is executed on the CPU (`evidence.ptx`). A class is that of `evidence.ptx.Run`:
-    "tensor" are matrix products, "global store" writes the rows' results. `skip` has to be True and `dtype` a half
-    precision; head dim 64, no splits.
+    "tensor" are matrix products, "global store" writes the rows' results. Beside the classes, "multiply-adds" are those
+    of the matrix products, whose instructions are larger in wide tiles than in narrow ones. `skip` has to be True and
+    `dtype` a half precision; head dim 64, no splits.
 
     Raises:
         ValueError: another dtype, or a prefill that only masks.
@@ -104,7 +106,8 @@ def _issued(prefills: list[dict], target: str) -> list[dict[str, int]]:
         q = torch.randn(prefill.n - prefill.hit, prefill.num_q_heads, 64, generator=gen).to(dtype)
         with executed(target, races=False, traffic=False) as runs:
             cascade_attention(q, k, v, [level], num_splits=1, backend="triton")
-        found.append(dict(sum((run.instructions for run in runs), start=Counter())))
+        issued = sum((run.instructions for run in runs), start=Counter())
+        found.append(dict(issued) | {"multiply-adds": sum(run.multiply_adds for run in runs)})
     return found
 
 
@@ -142,11 +145,14 @@ def _interpret_one(prefill: Prefill) -> TileCount:
     with reads.record_loads(**call.tensors) as record:
         state = call()
     # scores are [M, D] x [D, N] and outputs [M, N] x [N, D]; no tile has fewer keys than _HEAD_DIM
-    ((block_m, block_n),) = {(m, max(columns, inner)) for m, columns, inner in record.dots}
+    widths = Counter()
+    for (m, columns, inner), number in record.dots.items():
+        widths[m, max(columns, inner)] += number
+    ((block_m, block_n),) = {(m, min(n for _, n in widths)) for m, _ in widths}
     return TileCount(
         block_m=block_m,
         block_n=block_n,
-        tiles=sum(record.dots.values()) // 2,
+        tiles=sum(number * n // block_n for (_, n), number in widths.items()) // 2,
         pairs=_pairs(state),
         keys=record["k"].distinct_bytes // (_HEAD_DIM * call.tensors["k"].element_size()),
     )
@@ -168,9 +174,9 @@ def _execute_one(prefill: Prefill) -> TileCount:
     per_key = _HEAD_DIM * call.tensors["k"].element_size() // _SECTOR
     return TileCount(
         block_m=tile.block_m,
-        block_n=tile.block_n,
-        # a program walks from the first key on, block_n at a time
-        tiles=sum(-(-len(sectors) // (per_key * tile.block_n)) for sectors in loaded.values()),
+        block_n=tile.tail_n,
+        # a program walks from the first key on, the last of them tail_n at a time
+        tiles=sum(-(-len(sectors) // (per_key * tile.tail_n)) for sectors in loaded.values()),
         pairs=_pairs(state),
         keys=len(set().union(*loaded.values())) // per_key,
     )

@@ -22,19 +22,33 @@ from cascade_lab.backends.triton.config import (
 RECORD = Path(__file__).resolve().parents[2] / "figures" / "measured" / "compiled.json"
 # D, D_v, V is a view of K
 WIDTHS = ((64, 64, False), (128, 128, False), (192, 128, False), (256, 256, False), (576, 512, True))
-# (D, rows from which on) that no tile of a target holds: 64 KiB with operands of float32, and 99 KiB
-T4 = {"float16": {128: 128, 256: 64, 576: 16}, "float32": {128: 128, 192: 64, 256: 32, 576: 16}}
-CARD = {"float16": {}, "float32": {256: 64, 576: 32}}
-REFUSED = {"sm_75": T4, "sm_86": CARD, "sm_89": CARD, "sm_120": CARD}
+# largest rows of a tile by the larger of D and D_v: half precision, where sm_75 has fewer, and float32
+ROWS = {64: 128, 128: 128, 256: 64, 1024: 32}
+ROWS_T4 = {64: 128, 128: 64, 256: 32, 1024: 8}
+ROWS_FULL = ROWS | {128: 64}
 
 
+def most_rows(target, dtype, head_dim):
+    table = ROWS if dtype != torch.float32 or target == "gfx942" else ROWS_FULL
+    table = ROWS_T4 if target == "sm_75" and (dtype != torch.float32 or head_dim > 256) else table
+    return next(rows for limit, rows in table.items() if head_dim <= limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_table_rises_and_loads_the_same_on_every_target(target):
-    for head_dim in (1, 64, 65, 128, 129, 256, 257, 576, 1024):
-        rows = [tile.block_m for tile in tiles(target, head_dim)]
+def test_the_table_rises_and_loads_the_same_on_every_target_but_on_a_t4(target, dtype):
+    for head_dim in (1, 16, 32, 33, 64, 65, 128, 129, 256, 257, 576, 1024):
+        table = tiles(target, head_dim, dtype)
+        rows = [tile.block_m for tile in table]
         assert rows == sorted(set(rows))
-        assert rows == [tile.block_m for tile in tiles("sm_90", head_dim)]
-        assert all(tile.block_n % tile.tail_n == 0 and tile.block_n <= 64 for tile in tiles(target, head_dim))
+        most = most_rows(target, dtype, head_dim)
+        assert rows == ([8] if most == 8 else [m for m in (16, 32, 64, 128) if m <= most])
+        for tile in table:
+            assert tile.block_n % tile.tail_n == 0
+            assert tile.tail_n <= 64, "a tile of a tree's keys has as many bits as a word"
+            # a block has at most 1024 threads, and its registers are at most those of a multiprocessor
+            assert tile.num_warps in (4, 8, 16)
+            assert (tile.max_registers or 0) * 32 * tile.num_warps <= 65536
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,21 +62,33 @@ def test_the_smallest_tile_that_holds_the_rows_is_taken(dtype):
 
 @pytest.mark.parametrize("name", runtime.TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_tile_fits_the_shared_memory_of_each_target_or_is_refused_with_need_and_limit(name, dtype):
-    limit = runtime.TARGETS[name].shared_bytes
-    refused = REFUSED.get(name, {}).get(str(dtype).removeprefix("torch."), {})
+def test_a_tile_fits_the_shared_memory_of_each_target(name, dtype):
+    """With the rows of the table, or, in float32 on 64 and 99 KiB, with the most that fit."""
+    limit, target = runtime.TARGETS[name].shared_bytes, rows_of(name)
+    fewer = {}
     for head_dim, value_dim, latent in WIDTHS:
-        for rows in (16, 32, 64, 128):
-            arguments = (rows, head_dim, dtype, rows_of(name), limit, value_dim, latent)
-            if rows >= refused.get(head_dim, 129):
-                with pytest.raises(ValueError, match=f"D = {head_dim}.*needs") as error:
-                    tile_for(*arguments)
-                has, need = map(int, re.findall(r"(\d+) bytes", str(error.value)))
-                assert has == limit < need
-                continue
+        for rows in (1, 16, 32, 64, 128, 1000):
+            arguments = (rows, head_dim, dtype, target, limit, value_dim, latent)
             tile = tile_for(*arguments)
-            assert tile.block_m == tile_for(rows, head_dim, dtype).block_m
-            assert 0 < shared_need(tile, dtype, rows_of(name), head_dim, value_dim, latent) <= limit
+            least = tiles(target, head_dim, dtype)[0].block_m
+            expected = next((m for m in (8, 16, 32, 64, 128) if max(rows, least) <= m), 128)
+            expected = min(most_rows(target, dtype, head_dim), expected)
+            if tile.block_m != expected:
+                assert tile.block_m < expected
+                fewer[head_dim] = max(fewer.get(head_dim, 0), tile.block_m)
+            assert 0 < shared_need(tile, dtype, target, head_dim, value_dim, latent) <= limit
+    assert fewer == (FEWER.get(name, {}) if dtype == torch.float32 else {})
+
+
+# D -> rows that remain in float32, for want of shared memory
+FEWER = {"sm_75": {192: 32, 256: 16}} | dict.fromkeys(("sm_86", "sm_89", "sm_120"), {576: 16})
+
+
+def test_what_no_tile_fits_is_refused_with_need_and_limit():
+    with pytest.raises(ValueError, match="D = 576 and D_v = 512.*smallest tile needs") as error:
+        tile_for(64, 576, torch.bfloat16, "sm_90", 16384, 512, True)
+    has, need = map(int, re.findall(r"(\d+) bytes", str(error.value)))
+    assert has == 16384 < need
 
 
 @pytest.mark.parametrize("name", ["sm_86", "sm_89", "sm_120"])
@@ -72,13 +98,13 @@ def test_smaller_tiles_stand_in_where_99_kib_do_not_hold_the_rows_own(name):
         return tile_for(rows, head_dim, torch.bfloat16, rows_of(name), limit, value_dim, latent)
 
     assert taken(16, 256, 256) == Tile(16, 32, 4, tail_n=16)
-    assert taken(32, 256, 256) == Tile(32, 32, 8)
-    assert taken(64, 256, 256) == Tile(64, 32, 8, 3)
-    assert taken(64, 192, 128) == Tile(64, 32, 8)
+    assert taken(32, 256, 256) == Tile(32, 32, 4, max_registers=255)
+    assert taken(64, 256, 256) == Tile(64, 32, 8, 3, tail_n=16)
+    assert taken(64, 192, 128) == Tile(64, 32, 8, tail_n=16)
     assert taken(16, 576, 512, latent=True) == Tile(16, 32, 4)
     assert taken(32, 576, 512, latent=True) == Tile(32, 16, 8)
     assert taken(64, 64, 64) == Tile(64, 64, 4, max_registers=255)
-    assert taken(128, 64, 64) == Tile(128, 64, 8)
+    assert taken(128, 64, 64) == Tile(128, 128, 8, tail_n=64)
 
 
 def test_a_limit_is_met_to_the_byte_and_none_is_none():
@@ -92,11 +118,14 @@ def test_a_limit_is_met_to_the_byte_and_none_is_none():
         need = shared_need(tile, torch.bfloat16, "sm_90", 256)
         assert limit is None or need <= limit
         assert tile_for(40, 256, torch.bfloat16, "sm_90", need) == tile
-        seen.append((tile.block_n, tile.num_stages))
+        seen.append((tile.block_m, tile.block_n, tile.num_stages))
         limit = need - 1
-    assert seen[0] == (32, 5) == (tiles("sm_90", 256)[-1].block_n, tiles("sm_90", 256)[-1].num_stages)
-    assert seen[-1] == (16, 1)
-    assert len(seen) == len(set(seen)) > 3
+    assert seen[0] == (64, 32, 5) == (64, tiles("sm_90", 256)[-1].block_n, tiles("sm_90", 256)[-1].num_stages)
+    assert seen[-1] == (16, 16, 1)
+    assert len(seen) == len(set(seen)) > 5
+    assert [m for m, *_ in seen] == sorted((m for m, *_ in seen), reverse=True), (
+        "fewer rows only where no keys are left"
+    )
 
 
 def test_bfloat16_is_refused_where_the_card_has_none():
@@ -113,17 +142,20 @@ def test_devices_take_the_rows_of_their_generation():
 
 
 def test_the_bound_holds_what_was_compiled_and_is_not_far_above_it():
-    """Every recorded row of sm_80, sm_90 and sm_100: the compiler's bytes, and a bound at most a tenth above them."""
+    """Every recorded row of every target: the compiler's bytes, and a bound at most a tenth above them, or 4 KiB where
+    nothing is buffered."""
     rows = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
-    assert len(rows) > 90
+    assert {row["target"] for row in rows} == set(runtime.TARGETS) - {"gfx942"}
     for row in rows:
-        work, target = row["work"], row["target"]
+        work, target, dtype = row["work"], rows_of(row["target"]), getattr(torch, row["work"]["dtype"])
         widths = (work["head_dim"], work["head_dim_v"] or work["head_dim"], work["latent"])
-        limit = runtime.TARGETS[target].shared_bytes
-        tile = tile_for(work["rows"], widths[0], torch.bfloat16, target, limit, *widths[1:])
+        tile = tile_for(
+            work["rows"], widths[0], dtype, target, runtime.TARGETS[row["target"]].shared_bytes, *widths[1:]
+        )
         assert (tile.block_m, tile.block_n, tile.num_warps) == (row["block_m"], row["block_n"], row["num_warps"])
-        need = shared_need(tile, torch.bfloat16, target, *widths)
-        assert row["shared_bytes"] <= need <= 1.1 * row["shared_bytes"]
+        need = shared_need(tile, dtype, target, *widths)
+        slack = 0.1 * row["shared_bytes"] if tile.num_stages > 1 else max(4096, 0.1 * row["shared_bytes"])
+        assert row["shared_bytes"] <= need <= row["shared_bytes"] + slack, row
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from cascade_lab import attention, merge_state, runtime
+from cascade_lab import Level, attention, cascade_attention, ledger, merge_state, runtime
+from cascade_lab.evidence.checks import launch_tile
 from cascade_lab.evidence.driver import fake_device
 from cascade_lab.evidence.launches import resources
 from tests.cases import attention_case, run
@@ -153,3 +154,21 @@ def fit(target: str, widths: tuple[int, int, bool], rows: int, dtype: str, cache
         "tile": [tile.block_m, tile.block_n, tile.num_stages],
         "local": resources(kernel)["local"] if "cubin" in kernel.asm else 0,
     }
+
+
+def reads_of_rows(*targets: str) -> dict:
+    """128 packed rows of head dim 128 over 300 keys: row tile of the launch and of `launch_tile`, and what is read."""
+    k = torch.empty(19, 16, 1, 128, dtype=torch.float16)
+    level = Level(
+        torch.tensor([0, 32], dtype=torch.int32),
+        torch.arange(19, dtype=torch.int32)[None],
+        torch.tensor([300], dtype=torch.int32),
+        16,
+    )
+    book, found = ledger([level], num_q_heads=4, num_kv_heads=1), {}
+    for target in targets:
+        with fake_device(target) as launches:
+            cascade_attention(torch.empty(32, 4, 128, dtype=torch.float16), k, k, [level], backend="triton")
+            tile = launch_tile(128, 128, torch.float16)
+        found[target] = [launches[0].arguments["BLOCK_M"], tile.block_m, book.tile_tokens(tile.block_m)]
+    return found

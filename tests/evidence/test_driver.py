@@ -87,21 +87,26 @@ def work(target, head_dim, rows, dtype):
 
 
 def test_launches_that_99_and_64_kib_did_not_hold_compile_and_fit():
-    """Decode and prefill of head dim 256 and latent attention on sm_86; small tiles, and no bfloat16, on sm_75."""
+    """Decode and prefill of head dim 256 and latent attention on sm_86; few rows, and no bfloat16, on sm_75."""
     half, none = "bfloat16", "float16"
     works = [work("sm_86", 256, 16, half), work("sm_86", 256, 64, half), work("sm_86", 576, 32, half)]
-    works += [work("sm_75", 64, 16, none), work("sm_75", 128, 16, none), work("sm_75", 64, 16, half)]
-    *found, refused, too_large = program(f"fits({[*works, work('sm_75', 576, 16, none)]})")
+    works += [work("sm_75", 64, 16, none), work("sm_75", 128, 128, none), work("sm_75", 576, 16, none)]
+    *found, refused = program(f"fits({[*works, work('sm_75', 64, 16, half)]})")
     for one in found:
         assert one["said"] == "no error"
         assert one["taken"] == one["tile"]
         assert 0 < one["shared"] <= one["need"] <= one["limit"]
         assert one["local"] == 0, "nothing spills"
-    assert [one["tile"] for one in found] == [[16, 32, 5], [64, 32, 3], [32, 16, 5], [16, 32, 1], [16, 32, 1]]
+    assert [one["tile"] for one in found] == [
+        *([16, 32, 5], [64, 32, 3], [32, 16, 5], [16, 32, 1], [64, 16, 1], [8, 16, 1])
+    ]
     assert refused["said"].startswith("TypeError: dtype of q: expected float16 or float32 on sm_75")
-    assert too_large["said"].startswith("ValueError: head_dim: ")
-    assert "65536 bytes" in too_large["said"]
-    assert refused["launches"] == too_large["launches"] == 0
+    assert refused["launches"] == 0
+
+
+def test_the_ledger_has_what_fewer_rows_load():
+    """A T4 holds 64 rows of head dim 128, so 128 rows load their 300 keys twice there."""
+    assert program("reads_of_rows('sm_75', 'sm_90')") == {"sm_75": [64, 64, 600], "sm_90": [128, 128, 300]}
 
 
 CONVERTING = ("sm_89", "sm_90", "sm_100", "sm_120")
@@ -144,18 +149,18 @@ def test_every_kind_of_float8_compiles_and_fits_on_every_target(target):
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
-def test_the_bound_holds_on_every_target_and_half_precision_spills_nothing_from_sm_80_on(target):
+def test_the_bound_holds_on_every_target_and_nothing_spills(target):
+    """Every row in half precision, and of float32 the sizes that notebooks use; a T4 too."""
     half = "float16" if target == "sm_75" else "bfloat16"
     rows = {64: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (16, 64), 256: (16, 32, 64), 576: (16, 32)}
     works = [work(target, head_dim, m, half) for head_dim in rows for m in rows[head_dim]]
-    works += [work(target, head_dim, 16, "float32") for head_dim in (64, 128, 256)]
-    made = [one for one in program(f"fits({works})") if one["said"] == "no error"]
-    assert len(made) >= (10 if target == "sm_75" else len(works))
-    for one in made:
+    works += [work(target, 64, m, "float32") for m in rows[64]]
+    works += [work(target, head_dim, 16, "float32") for head_dim in (128, 256, 576)]
+    for one in program(f"fits({works})"):
+        assert one["said"] == "no error", one
         assert one["shared"] <= one["need"] <= one["limit"], one
         assert one["taken"] == one["tile"]
-        if one["work"]["dtype"] != "float32" and target not in ("sm_75", "gfx942"):
-            assert one["local"] == 0, one
+        assert one["local"] == 0, one
 
 
 def test_an_interpreted_process_is_told_how_to_start():

@@ -48,7 +48,7 @@ def test_kernels_of_the_table_equal_the_oracle(target):
 @pytest.mark.parametrize("target", EXECUTED)
 def test_every_row_of_the_table_and_odd_shapes_equal_the_oracle(target):
     found = program(f"table({target!r}, whole=True)")
-    assert len(found) == 26 + 6 + 4 + 6
+    assert len(found) == 29 + 9 + 4 + 6
     assert wrong(found) == {}
 
 

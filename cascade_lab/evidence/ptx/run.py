@@ -53,6 +53,7 @@ class Run:
         sectors, requests, bytes: by (tensor's name, "load", "store" or "atomic"). A tensor is named after the first
             argument with its storage, without the ending "_ptr". Copies into shared memory are loads.
         instructions: PTX instructions of warps by class; those switched off by a predicate are counted.
+        multiply_adds: of matrix products, whatever the size of one.
         wavefronts, phases: of shared memory by opcode, with conflicts and without; empty unless banks were asked for.
         waits: (line of the Triton source, copy groups in flight after the wait) -> times a batch came by.
         unfinished: copy groups that no wait covered, at the end.
@@ -68,6 +69,7 @@ class Run:
     requests: dict[tuple[str, str], int] = field(default_factory=dict)
     bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     instructions: Counter[str] = field(default_factory=Counter)
+    multiply_adds: int = 0
     wavefronts: Counter[str] = field(default_factory=Counter)
     phases: Counter[str] = field(default_factory=Counter)
     waits: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -119,6 +121,7 @@ def execute(
             for block, warps in visits.items():
                 for name, count in translation.labels[block].items():
                     run.instructions[name] += count * warps
+                run.multiply_adds += translation.multiply_adds[block] * warps
             run.wavefronts += shared.wavefronts
             run.phases += shared.phases
             for (index, left), times in shared.waits.items():

@@ -7,6 +7,7 @@ has run. Registers pass from block to block in a list, each in the form that its
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -48,6 +49,12 @@ def label(opcode: str) -> str:
     return _LABELS.get(head) or ("float" if re.match(r"b?f\d", parts[-1]) else "integer")
 
 
+def multiply_adds(opcode: str) -> int:
+    """Those of a warp's share of a matrix product, 0 for other instructions; a wgmma is of four warps."""
+    shape = re.search(r"\.m(\d+)n(\d+)k(\d+)", opcode) if label(opcode) == "tensor" else None
+    return math.prod(map(int, shape.groups())) // (4 if opcode.startswith("wgmma") else 1) if shape else 0
+
+
 class Translation:
     """A kernel in executable form.
 
@@ -56,6 +63,7 @@ class Translation:
         uses: how often each register is read in the whole kernel.
         slots, dtypes: places of the registers that pass between blocks, and what is kept there.
         labels: per block, instructions of each class.
+        multiply_adds: per block, those of matrix products.
         cell: bytes of the narrowest access to shared memory: what races are told apart by.
     """
 
@@ -78,6 +86,7 @@ class Translation:
         self._constants: dict[str, np.ndarray] = {}
         self._functions: dict[tuple[int, bool], Callable] = {}
         self.labels = [Counter(label(i.opcode) for i in block) for block in self.blocks]
+        self.multiply_adds = [sum(multiply_adds(i.opcode) for i in block) for block in self.blocks]
         self.cell = min((_shared_width(i) for i in kernel.instructions), default=16)
         unknown: dict[str, str] = {}
         self._sources = [Emitter(self, k, False, unknown).source() for k in range(len(self.blocks))]
