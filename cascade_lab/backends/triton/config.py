@@ -241,7 +241,8 @@ def splits_for(programs: int, rows: int, max_keys: int, kv_width: int, out_width
     """Key splits that fill the device, as far as they pay.
 
     None when four fifths of the device have a program already. Otherwise up to two programs per multiprocessor, with at
-    least 4 tiles of keys in each, and float32 partial outputs of at most a quarter of the KV bytes.
+    least 4 tiles of keys in each, or 256 keys in wide ones, and float32 partial outputs of at most a quarter of the KV
+    bytes.
 
     Args:
         programs: row tiles x KV heads x requests, without splits.
@@ -254,7 +255,7 @@ def splits_for(programs: int, rows: int, max_keys: int, kv_width: int, out_width
     """
     if num_sms == 0 or 5 * programs >= 4 * num_sms:
         return 1
-    by_keys = max_keys // (4 * tile.block_n)
+    by_keys = max_keys // min(4 * tile.block_n, 256)
     by_bytes = max_keys * kv_width // (4 * max(rows, 1) * out_width)
     return max(1, min(2 * num_sms // max(programs, 1), by_keys, by_bytes, 128))
 
