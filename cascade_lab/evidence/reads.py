@@ -375,6 +375,9 @@ def record_loads(**tensors: Tensor | None) -> Iterator[Record]:
     their largest value), so that an element nobody wrote shows. A load, store or atomic outside known memory
     raises `OutOfBounds` at once. RuntimeError when nested, when Triton runs compiled, or when a compiled
     kernel is launched inside. The interpreter is restored on the way out, whatever happens.
+
+    A kernel of one's own is interpreted when `runtime.jit` decorates it, or `triton.jit` under TRITON_INTERPRET=1. One
+    thread at a time: what other threads launch is recorded as well, and what they allocate is not known.
     """
     global _active
     if _active is not None:
@@ -453,7 +456,7 @@ def record_loads(**tensors: Tensor | None) -> Iterator[Record]:
     def launch_compiled(self, *args, **kwargs):
         raise RuntimeError(
             f"kernel {self.__name__} was compiled, so record_loads cannot see it: "
-            f"{runtime.SWITCH} must be set when @triton.jit decorates"
+            f"decorate it with cascade_lab.runtime.jit, or set {runtime.SWITCH} before @triton.jit decorates"
         )
 
     wrappers = (create_masked_load, create_masked_store, create_atomic_rmw, create_atomic_cas, create_dot)
