@@ -3,7 +3,9 @@
 Expected numbers come from Python's integers and from the layouts as the PTX manual prints them, lane by lane.
 """
 
+import functools
 import math
+import operator
 import struct
 
 import numpy as np
@@ -218,6 +220,29 @@ def word(body, **options):
 )
 def test_shuffles_reach_the_lanes_they_name(mode, expected):
     assert word(f"shfl.sync.{mode}, -1;", threads=64) == [expected(t % 32) + t // 32 * 32 for t in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("add.s32", lambda lanes: sum(lanes)),
+        ("max.s32", max),
+        ("min.u32", min),
+        ("or.b32", lambda lanes: functools.reduce(operator.or_, lanes)),
+    ],
+)
+def test_a_reduction_gives_every_lane_of_a_warp_its_number(operation, expected):
+    body = f"mul.lo.s32 %r9, %r1, 3; redux.sync.{operation} %r9, %r9, -1;"
+    warps = [[3 * t for t in range(start, start + 32)] for start in (0, 32)]
+    assert word(body, threads=64) == [expected(lanes) for lanes in warps for _ in lanes]
+
+
+def test_a_reduction_of_a_part_of_a_warp_takes_the_lanes_that_it_names():
+    # 8 lanes at a time: 0xff << (lane & 24)
+    body = "and.b32 %r2, %r1, 24; shl.b32 %r3, 255, %r2; redux.sync.add.s32 %r9, %r1, %r3;"
+    assert word(body) == [sum(range(t // 8 * 8, t // 8 * 8 + 8)) for t in range(32)]
+    with pytest.raises(Divergence, match="other threads than those that it names"):
+        word("setp.lt.u32 %p1, %r1, 9; @%p1 bra $L__a; redux.sync.add.s32 %r9, %r1, -1;\n$L__a:\n")
 
 
 def test_lanes_that_part_meet_again():

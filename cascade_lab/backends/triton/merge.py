@@ -15,6 +15,7 @@ from cascade_lab.backends.triton.mode import jit
 
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
+STAGES = tl.constexpr(3)
 
 
 @jit
@@ -34,15 +35,18 @@ def _absorb(b_acc, b_max, b_sum, b_o, b_lse):
     shift = tl.where(new_max == NEG_INF, 0.0, new_max)
     keep = tl.exp(b_max - shift)
     weight = tl.exp(b_lse - shift)
-    return b_acc * keep[:, None] + b_o * weight[:, None], new_max, b_sum * keep + weight
+    return b_acc * keep + b_o * weight, new_max, b_sum * keep + weight
 
 
 @jit
 def _load_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d):
-    """Load lse [BLOCK_R] with +inf read as empty, and o [BLOCK_R, BLOCK_D] of the rows that are not empty."""
+    """Load lse [BLOCK_R, 1] with +inf read as empty, and o [BLOCK_R, BLOCK_D] of the rows that are not empty.
+
+    A column beside o's columns, so that one load of lse serves both the mask of o and its weight.
+    """
     b_lse = tl.load(lse_ptr + o_lse, mask=m_row, other=NEG_INF)
     b_lse = tl.where(b_lse == POS_INF, NEG_INF, b_lse)
-    b_o = tl.load(o_ptr + o_o, mask=(b_lse != NEG_INF)[:, None] & m_d, other=0.0)
+    b_o = tl.load(o_ptr + o_o, mask=(b_lse != NEG_INF) & m_d, other=0.0)
     return b_o.to(tl.float32), b_lse
 
 
@@ -50,9 +54,9 @@ def _load_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d):
 def _store_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d, b_acc, b_max, b_sum, INTERPRETED: tl.constexpr):
     """Normalise and store; a row without keys is written as o = 0, lse = -inf."""
     empty = b_max == NEG_INF
-    b_o = b_acc / tl.where(empty, 1.0, b_sum)[:, None]
+    b_o = b_acc / tl.where(empty, 1.0, b_sum)
     b_lse = tl.where(empty, NEG_INF, b_max + tl.log(tl.where(empty, 1.0, b_sum)))
-    tl.store(o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & m_d)
+    tl.store(o_ptr + o_o, round_to(b_o, o_ptr.dtype.element_ty, INTERPRETED), mask=m_row & m_d)
     tl.store(lse_ptr + o_lse, b_lse, mask=m_row)
 
 
@@ -65,16 +69,16 @@ def _merge_pair_kernel(
     stride_o_t, stride_o_h, stride_l_t, stride_l_h,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    # [BLOCK_R] rows (t, h), [BLOCK_D] columns
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    # [BLOCK_R, 1] rows (t, h), [1, BLOCK_D] columns
+    o_row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_row = o_row < num_rows
     m_d = o_d < D
     i_t = o_row // H
     i_h = o_row % H
 
-    o_oa = (i_t * stride_oa_t + i_h * stride_oa_h)[:, None] + o_d
-    o_ob = (i_t * stride_ob_t + i_h * stride_ob_h)[:, None] + o_d
+    o_oa = (i_t * stride_oa_t + i_h * stride_oa_h) + o_d
+    o_ob = (i_t * stride_ob_t + i_h * stride_ob_h) + o_d
     b_oa, b_lsea = _load_state(oa_ptr, lsea_ptr, o_oa, i_t * stride_la_t + i_h * stride_la_h, m_row, m_d)
     b_ob, b_lseb = _load_state(ob_ptr, lseb_ptr, o_ob, i_t * stride_lb_t + i_h * stride_lb_h, m_row, m_d)
 
@@ -83,8 +87,8 @@ def _merge_pair_kernel(
     shift = tl.where(b_max == NEG_INF, 0.0, b_max)
     w_a = tl.exp(b_lsea - shift)
     w_b = tl.exp(b_lseb - shift)
-    b_acc = w_a[:, None] * b_oa + w_b[:, None] * b_ob
-    o_o = (i_t * stride_o_t + i_h * stride_o_h)[:, None] + o_d
+    b_acc = w_a * b_oa + w_b * b_ob
+    o_o = (i_t * stride_o_t + i_h * stride_o_h) + o_d
     o_lse = i_t * stride_l_t + i_h * stride_l_h
     _store_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d, b_acc, b_max, w_a + w_b, INTERPRETED)
 
@@ -97,25 +101,26 @@ def _merge_many_kernel(
     stride_o_t, stride_o_h, stride_l_t, stride_l_h,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    # [BLOCK_R] rows (t, h), [BLOCK_D] columns
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    # [BLOCK_R, 1] rows (t, h), [1, BLOCK_D] columns
+    o_row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_row = o_row < num_rows
     m_d = o_d < D
     i_t = o_row // H
     i_h = o_row % H
 
-    b_max = tl.full([BLOCK_R], NEG_INF, tl.float32)
-    b_sum = tl.zeros([BLOCK_R], tl.float32)
+    b_max = tl.full([BLOCK_R, 1], NEG_INF, tl.float32)
+    b_sum = tl.zeros([BLOCK_R, 1], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    o_os = (i_t * stride_os_t + i_h * stride_os_h)[:, None] + o_d
+    o_os = (i_t * stride_os_t + i_h * stride_os_h) + o_d
     o_ls = i_t * stride_ls_t + i_h * stride_ls_h
-    for _ in range(S):
+    # the loads of several states are in flight at once
+    for _ in tl.range(S, num_stages=STAGES):
         b_o, b_lse = _load_state(os_ptr, lses_ptr, o_os, o_ls, m_row, m_d)
         b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_o, b_lse)
         o_os += stride_os_s
         o_ls += stride_ls_s
-    o_o = (i_t * stride_o_t + i_h * stride_o_h)[:, None] + o_d
+    o_o = (i_t * stride_o_t + i_h * stride_o_h) + o_d
     o_lse = i_t * stride_l_t + i_h * stride_l_h
     _store_state(o_ptr, lse_ptr, o_o, o_lse, m_row, m_d, b_acc, b_max, b_sum, INTERPRETED)
 

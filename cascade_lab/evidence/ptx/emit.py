@@ -32,6 +32,7 @@ _MODIFIERS = {
         "mma": "sync aligned m16n8k16 row col",
         "wgmma": "fence mma_async commit_group wait_group sync aligned",
         "shfl": "sync bfly idx up down",
+        "redux": "sync add min max and or xor",
         "mov selp and or xor not bra ret exit": "uni",
         "setp": "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan and or xor ftz",
         "cvt": "rn rz rzi rni rmi rpi ftz e4m3x2 e5m2x2",
@@ -55,7 +56,7 @@ _UNARY = {
     "rcp": "f32(1) / {}", "rsqrt": "f32(1) / np.sqrt({})", "neg": "-{}",
 }  # fmt: skip
 # lanes that must act alike: a predicate on one of these is not modelled
-_COLLECTIVE = {"bar", "barrier", "ldmatrix", "stmatrix", "mma", "wgmma", "shfl", "fence"}
+_COLLECTIVE = {"bar", "barrier", "ldmatrix", "stmatrix", "mma", "wgmma", "shfl", "redux", "fence"}
 _SHORTEST_DOT = 4
 _SPECIAL = {"laneid", *(f"{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz")}
 _ROUNDINGS = {"rzi": "trunc", "rni": "rint", "rmi": "floor", "rpi": "ceil"}
@@ -367,6 +368,14 @@ class Emitter:
         self.assign(result, "u", 32, f"{both}[0]", None)
         for predicate in exists:
             self.assign(predicate, "p", 1, f"{both}[1]", None)
+
+    def _redux(self, i: Instruction, guard: str | None, taking: str) -> None:
+        if i.parts[-1] not in ("s32", "u32", "b32"):
+            raise Unsupported(i.text)
+        form = i.parts[-1][0].replace("b", "u")
+        values, members = self.value(i.operands[1], form, 32), self.value(i.operands[2], "u", 32)
+        expression = f"reduce(lanes, {i.index}, {i.parts[2]!r}, {values}, {members}, {taking})"
+        self.assign(i.operands[0], form, 32, expression, None)
 
     def _dots(self, start: int) -> int:
         """A run of multiply-adds as dot products, where one adds to another: how many instructions, or 0 for none."""

@@ -29,6 +29,7 @@ _NUMPY = {"p1": "bool_"} | {
 }
 _LABELS = {
     "mma": "tensor", "wgmma": "tensor", "ldmatrix": "matrix load", "stmatrix": "matrix store", "shfl": "shuffle",
+    "redux": "shuffle",
     "bar": "order", "barrier": "order", "fence": "order", "griddepcontrol": "order", "bra": "branch", "ret": "branch",
     "exit": "branch", "mov": "move", "selp": "move", "cvt": "convert", "ex2": "special", "lg2": "special",
     "tanh": "special", "rcp": "special", "sqrt": "special", "rsqrt": "special", "atom": "atomic", "red": "atomic",

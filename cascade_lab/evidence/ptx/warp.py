@@ -1,4 +1,4 @@
-"""What lanes of a warp do together: shuffles, and matrix products with their operands spread over the registers.
+"""What lanes of a warp do together: shuffles, reductions, and matrix products, whose operands lie across registers.
 
 A warp's m16n8k16 product keeps A, B and the accumulator in fragments: lane 4 r + q holds columns 2 q and 2 q + 1 of row
 r of every 8 x 8 tile. Operands are gathered into matrices once, multiplied in float32, and taken apart when a register
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cascade_lab.evidence.ptx.faults import Divergence
 from cascade_lab.evidence.ptx.lanes import WARP, Lanes
 
 _HIGH = np.uint32(0xFFFF0000)
@@ -33,6 +34,33 @@ def shuffle(lanes: Lanes, index: int, mode: str, values, distance, clamp, mask) 
     found = source >= last if mode == "up" else source <= last
     source = np.where(found, source, lane)
     return lanes.spread(values)[lanes.every - lane + source], found
+
+
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def reduce(lanes: Lanes, index: int, operation: str, values, members, mask) -> np.ndarray:
+    """redux.sync: one number of all lanes that `members` names to each of them; they name each other, and take part."""
+    every = np.arange(WARP)
+    values = lanes.spread(values).reshape(-1, WARP)
+    members = lanes.spread(members).view(np.uint32).reshape(-1, WARP)
+    taking = np.ones_like(members, bool) if mask is None else lanes.spread(mask).reshape(-1, WARP)
+    # [warps, lanes, lanes]: whether a lane, the second, is named by another, the first
+    named = (members[:, :, None] >> every.astype(np.uint32) & 1).astype(bool)
+    agreed = named[:, every, every] & (~named | (taking[:, None] & (members[:, None] == members[:, :, None]))).all(2)
+    if not agreed[taking].all():
+        lanes.fault(Divergence, index, "reached by other threads than those that it names")
+    number = np.iinfo(values.dtype)
+    nothing = {"min": number.max, "max": number.min, "and": values.dtype.type(0) - 1 if number.min else number.max}
+    parts = np.where(named, values[:, None], values.dtype.type(nothing.get(operation, 0)))
+    return _REDUCTIONS[operation].reduce(parts, axis=2, dtype=values.dtype).ravel()
 
 
 def _floats(words: np.ndarray, kind: str) -> np.ndarray:
