@@ -1,7 +1,8 @@
 """cascade_lab: how attention splits, what a cascade saves, and what a prefix-cache hit is worth.
 
 A computation is a list of levels, passes of query rows over cached tokens, whose states merge by log-sum-exp. The
-package's modules are attributes, loaded when first asked for; `attention` is the function.
+package's modules are attributes, loaded when first asked for; `attention` is the function. Examples begin with
+`import torch` and `import cascade_lab as cl`.
 """
 
 import importlib

@@ -107,6 +107,19 @@ def attention(
     Under torch.compile a call is one operator, and checks that read values are skipped as in `runtime.unchecked()`.
 
     Names and alignment follow flash-attention; splitting keys follows Flash-Decoding (Dao et al., 2023).
+
+    Example:
+        >>> k, v = torch.randn(2, 4, 2, 1, 8)  # 4 pages of 2 tokens, 1 KV head, head dim 8
+        >>> q = torch.randn(3, 2, 8)  # 3 rows of 2 query heads
+        >>> pages = torch.tensor([[3, 0], [1, -1]], dtype=torch.int32)
+        >>> lens = torch.tensor([4, 2], dtype=torch.int32)  # keys of each request
+        >>> rows = torch.tensor([0, 2, 3], dtype=torch.int32)  # the first 2 rows are of request 0
+        >>> o, lse = cl.attention(q, k, v, pages, lens, cu_seqlens_q=rows, causal=True)
+        >>> o.shape, lse.shape
+        (torch.Size([3, 2, 8]), torch.Size([3, 2]))
+        >>> weights = (q[2] @ k[1, :, 0].T * 8**-0.5).softmax(-1)  # row 2 sees both keys in page 1
+        >>> torch.allclose(o[2], weights @ v[1, :, 0], atol=1e-6)
+        True
     """
     backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, backend, layout)
     only = check_pass(

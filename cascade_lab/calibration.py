@@ -39,6 +39,11 @@ class Calibration:
             r); r is 0 but for the square form.
         floor: 0 but for the floor form.
         cv_error: root mean square relative error over held-out folds.
+
+    Example:
+        >>> fitted = cl.calibration.Calibration("area", c=5.0, gamma=0.0, b=1.0, a=0.5, r=0.0, floor=0.0, cv_error=0.01)
+        >>> fitted.time(prefix=10, new=4)  # 5 + 4 + 0.5 x (2 x 10 x 4 + 4^2)
+        57.0
     """
 
     form: str
@@ -70,6 +75,12 @@ def fit(samples: Iterable[tuple[float, float, float]]) -> Calibration:
         TypeError: something else than numbers in a sample.
         ValueError: fewer than 8 samples, a number that is NaN, negative or (x, t) zero, or samples without any prefix:
             they cannot tell gamma and the rectangle from anything.
+
+    Example:
+        >>> samples = [(L, x, 5 + x + 0.5 * (2 * L * x + x * x)) for L in (0, 64, 256, 1024) for x in (16, 64, 256)]
+        >>> fitted = cl.calibration.fit(samples)
+        >>> round(fitted.a, 3), fitted.cv_error < 1e-6
+        (0.5, True)
     """
     data = _check(samples)
     area, *richer = (_fit_form(form, data) for form in ("area", "floor", "square"))
@@ -84,6 +95,12 @@ def feature_errors(samples: Iterable[tuple[float, float, float]]) -> dict[str, f
 
     Raises:
         TypeError, ValueError: as `fit`.
+
+    Example:
+        >>> samples = [(L, x, 5 + 2 * L * x + x * x) for L in (0, 64, 256, 1024) for x in (16, 64, 256)]
+        >>> errors = cl.calibration.feature_errors(samples)
+        >>> min(errors, key=errors.get)
+        'triangle'
     """
     data = _check(samples)
     errors = {}

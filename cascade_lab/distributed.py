@@ -107,6 +107,16 @@ def merge_across_ranks(
         RuntimeError: no process group, or a rank was lost on the way.
 
     Under torch.compile a call is one operator.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)  # torchrun says who is who: leave it out
+        >>> dist.init_process_group("gloo", **alone)
+        >>> state = cl.State(torch.randn(3, 2, 8), torch.randn(3, 2))  # over the keys that this rank holds
+        >>> merged = cl.distributed.merge_across_ranks(state)
+        >>> merged.o.shape, torch.allclose(merged.lse, state.lse)  # a rank alone has all there is
+        (torch.Size([3, 2, 8]), True)
+        >>> dist.destroy_process_group()
     """
     return _merge(lambda: state, _MERGE, group, mode, algorithm, wire_dtype, out_dtype, backend)
 
@@ -131,6 +141,10 @@ def merge_bytes(
     Raises:
         TypeError, ValueError: a size that is no number of states, a rank outside the group, an unknown mode, or
             "scatter" with heads that W does not divide.
+
+    Example:
+        >>> cl.distributed.merge_bytes(T=4, H=8, D=128, world_size=4)  # per rank; 32 states of 129 numbers of 4 bytes
+        {'gather': 49536, 'exchange': 24768, 'reduce': 24960}
     """
     rank, world_size = _check_rank(rank, world_size)
     T, H, D = _checks.integer("T", T, 0), _checks.integer("H", H, 0), _checks.integer("D", D, 1)
@@ -162,6 +176,14 @@ class LocalCache:
         k_cache, v_cache: `[num_pages, page_size, H_kv, D]` and `[..., D_v]`, as in `attention`.
         page_ids: `[num_pages]` int64, for each page the one of the whole cache that it is; a page that several ranks
             hold has one id. It says which keys are the same, so that none is counted twice.
+
+    Example:
+        >>> batch = cl.VerifyBatch([64], [cl.DraftTree.branches(2, 3)])
+        >>> shard = cl.sharding.shard_levels(batch.levels("cascade"), rank=1, world_size=2, replicated=[1])
+        >>> k, v = torch.randn(2, batch.num_pages, 16, 1, 8)
+        >>> cache = cl.distributed.LocalCache.of(k, v, shard)
+        >>> len(k), len(cache.k_cache), cache.page_ids.tolist()
+        (5, 3, [2, 3, 4])
     """
 
     k_cache: Tensor
@@ -233,6 +255,20 @@ def sharded_attention(
         TypeError, ValueError, RuntimeError: as in `cascade_attention` and `merge_across_ranks`; ValueError on all ranks
             for a key that a row would see twice, on one rank or on two. That check gathers every rank's plan: run
             a plan once with it, then under `runtime.unchecked()`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)  # torchrun says who is who: leave it out
+        >>> dist.init_process_group("gloo", **alone)
+        >>> batch = cl.VerifyBatch([64], [cl.DraftTree.branches(2, 3)])
+        >>> q, (k, v) = torch.randn(6, 2, 8), torch.randn(2, batch.num_pages, 16, 1, 8)
+        >>> plan, rank, size = batch.levels("cascade"), dist.get_rank(), dist.get_world_size()
+        >>> shard = cl.sharding.shard_levels(plan, rank, size, replicated=[1])
+        >>> cache = cl.distributed.LocalCache.of(k, v, shard)
+        >>> o, lse = cl.distributed.sharded_attention(q, cache, shard.levels, replicated=[1])
+        >>> torch.allclose(o, cl.cascade_attention(q, k, v, plan).o, atol=1e-6)
+        True
+        >>> dist.destroy_process_group()
     """
     where = "sharded_attention"
 
@@ -295,6 +331,16 @@ def ring_attention(
             between ranks. RuntimeError: a gradient is required, no process group, or a rank was lost.
 
     Ring attention is Liu et al. (2023), arXiv:2310.01889; the zigzag split is that of Llama 3 (2024), arXiv:2407.21783.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)  # torchrun says who is who: leave it out
+        >>> dist.init_process_group("gloo", **alone)
+        >>> q, k, v = torch.randn(8, 2, 8), torch.randn(8, 1, 8), torch.randn(8, 1, 8)  # prompts of 5 and 3 tokens
+        >>> o, lse = cl.distributed.ring_attention(q, k, v, [5, 3])
+        >>> torch.allclose(o[0], v[0].expand(2, 8), atol=1e-6)  # the first row sees its own key alone
+        True
+        >>> dist.destroy_process_group()
     """
     where = "ring_attention"
 

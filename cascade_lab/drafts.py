@@ -68,6 +68,15 @@ class DraftTree:
 
     Paths, masks and plans of a tree take memory for nodes x depth and nodes x nodes, and are refused with ValueError
     beyond 2^26 entries: a chain of 8,192 nodes is the longest.
+
+    Example:
+        >>> tree = cl.DraftTree.from_paths([[5, 3, 9], [5, 4, -1]])  # token ids, filled up by -1
+        >>> tree.parents, tree.depth, tree.leaves
+        ((-1, 0, 1, 0), 3, (2, 3))
+        >>> tree.tokens().tolist(), tree.positions(prefix_len=100).tolist()
+        ([5, 3, 9, 4], [100, 101, 102, 101])
+        >>> tree.dense_mask().int().tolist()  # who sees whom
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
     """
 
     parents: tuple[int, ...]
@@ -445,6 +454,11 @@ def pack_mask(mask: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 
     Raises:
         TypeError, ValueError: no bool tensor of two dims.
+
+    Example:
+        >>> mask = torch.tensor([[True, False, True], [True, True, False]])
+        >>> cl.drafts.pack_mask(mask).tolist()  # bits 0 and 2, bits 0 and 1
+        [[5], [3]]
     """
     masks = [mask] if isinstance(mask, torch.Tensor) and mask.dim() == 2 else list(mask)
     for i, one in enumerate(masks):
@@ -468,6 +482,12 @@ class Accepted:
         lens: `[R]` int64, nodes on it; 0 for a request without drafts.
         tokens: `[R, depth]` int64, their tokens, then -1.
         next_tokens: `[R]` int64, the target's own token behind the path; -1 where no row says it.
+
+    Example:
+        >>> batch = cl.VerifyBatch([9], [cl.DraftTree([-1, 0, 0], labels=[5, 3, 4])])
+        >>> accepted = batch.accept(torch.tensor([4, 0, 7]))  # the target says 4 behind the root, and 7 behind that
+        >>> accepted.nodes.tolist(), accepted.tokens.tolist(), accepted.next_tokens.tolist()
+        ([[0, 2]], [[5, 4]], [7])
     """
 
     nodes: torch.Tensor
@@ -485,6 +505,12 @@ class Committed:
         prefix_lens: committed tokens of each request, the accepted ones included.
         page_table: `[R, max_pages]` int32, the pages of these tokens, then -1.
         free_pages: int32, pages of the batch, and of its copies, that no request needs any more.
+
+    Example:
+        >>> batch = cl.VerifyBatch([9], [cl.DraftTree([-1, 0, 0])])  # drafts in slots 9, 10 and 11
+        >>> done = batch.commit([[0, 2]])
+        >>> done.prefix_lens, done.src.tolist(), done.dst.tolist()
+        ((11,), [11], [10])
     """
 
     src: torch.Tensor
@@ -513,6 +539,12 @@ class CopiedTails:
         src, dst: int64 slots to copy before the pass, `k_flat[dst] = k_flat[src]`.
         tail_tokens: how many of these are prefix tokens, copied because they do not fill a page.
         num_pages: pages the cache needs, those of the batch included.
+
+    Example:
+        >>> batch = cl.VerifyBatch([9], [cl.DraftTree.branches(2, 1)], page_size=4)  # 2 pages and a tail of 1 token
+        >>> copies = batch.copied_tails("cascade")
+        >>> copies.tail_tokens, copies.src.tolist(), copies.dst.tolist()  # branch 1 takes both to a page of its own
+        (1, [8, 10], [12, 13])
     """
 
     levels: tuple[Level, ...]
@@ -543,6 +575,12 @@ class VirtualRequests(NamedTuple):
         request: of the batch, whose prefix is read.
         rows: query rows.
         drafts: tokens of its path, read behind the prefix.
+
+    Example:
+        >>> batch = cl.VerifyBatch([21, 13], [cl.DraftTree.branches(2, 2), cl.DraftTree.chain(3)], rows="branch")
+        >>> request, rows, drafts = batch.virtual_requests
+        >>> request.tolist(), rows.tolist()
+        ([0, 0, 1], [2, 2, 3])
     """
 
     request: torch.Tensor
@@ -555,6 +593,15 @@ class VerifyBatch:
 
     Rows are ordered by request, then by node or leaf in the tree's storage order, and those of a branch along its path
     from the prefix down. A request's drafts lie right behind its prefix, in storage order.
+
+    Example:
+        >>> batch = cl.VerifyBatch([21, 13], [cl.DraftTree.branches(2, 2), cl.DraftTree.chain(3)])
+        >>> batch.num_rows, batch.positions.tolist()
+        (7, [21, 22, 21, 22, 13, 14, 15])
+        >>> {plan: [level.name for level in batch.levels(plan)] for plan in cl.drafts.PLANS}
+        {'naive': ['expanded'], 'cascade': ['prefix', 'draft'], 'fused': ['fused']}
+        >>> batch.draft_slots(1).tolist()  # behind 13 tokens in pages 2 of 16 tokens
+        [45, 46, 47]
     """
 
     def __init__(

@@ -57,6 +57,12 @@ class Level:
         tree_mask, tail_seqlens: as in `attention`.
         name: for tables and messages.
         max_seqlen_q: at least the most rows of a request, for calls under `unchecked()`, which do not look.
+
+    Example:
+        >>> rows, pages = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[7, 2]], dtype=torch.int32)
+        >>> prefix = cl.Level(rows, pages, torch.tensor([30], dtype=torch.int32), page_size=16, name="prefix")
+        >>> cl.ledger([prefix]).pairs  # 3 rows, each over 30 tokens
+        90
     """
 
     cu_seqlens_q: torch.Tensor
@@ -116,6 +122,15 @@ def cascade_attention(
 
     Two levels are the cascade of FlashInfer (Ye et al., 2024) and the shared-prefix attention of Hydragen (Juravsky et
     al., 2024, arXiv:2402.05099).
+
+    Example:
+        >>> q, (k, v) = torch.randn(2, 2, 8), torch.randn(2, 4, 2, 1, 8)  # 2 rows of 2 heads; 4 pages of 2 tokens
+        >>> pages = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)  # the requests share pages 0 and 1
+        >>> lens, rows = torch.tensor([6, 5], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+        >>> plan = cl.shared_prefix_levels(pages, lens, rows, page_size=2)
+        >>> o, lse = cl.cascade_attention(q, k, v, plan)
+        >>> torch.allclose(o, cl.attention(q, k, v, pages, lens).o, atol=1e-6)
+        True
     """
     call = Call(softmax_scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale)
     return _attend_levels(q, k_cache, v_cache, levels, call, layout, window_size=window_size)
@@ -252,6 +267,13 @@ def shared_prefix_levels(
         TypeError, ValueError: shapes that do not agree, lengths beyond a table, or numbers out of range.
 
     FlashInfer's multi-level cascade takes such levels, and vLLM's cascade attention has the rule on computed tokens.
+
+    Example:
+        >>> pages = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)
+        >>> lens, rows = torch.tensor([6, 5], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+        >>> plan = cl.shared_prefix_levels(pages, lens, rows, page_size=2)
+        >>> [(level.name, level.cache_seqlens.tolist()) for level in plan]
+        [('shared 0', [4]), ('own', [2, 1])]
     """
     if tree_mask is None and tail_seqlens is not None:
         raise ValueError("tail_seqlens: expected None without tree_mask, given a tensor")
@@ -294,6 +316,12 @@ def sharing_order(
 
     Raises:
         TypeError, ValueError: as `shared_prefix_levels`.
+
+    Example:
+        >>> pages = torch.tensor([[0, 1], [2, 3], [0, 4]], dtype=torch.int32)  # requests 0 and 2 share a page
+        >>> lens = torch.tensor([32, 32, 32], dtype=torch.int32)
+        >>> cl.levels.sharing_order(pages, lens, lens).tolist()
+        [0, 2, 1]
     """
     nothing = torch.zeros(len(page_table) + 1, dtype=torch.int32, device=page_table.device)
     level = _checked_counts(Level(nothing, page_table, cache_seqlens, page_size))
@@ -385,6 +413,16 @@ class Ledger:
         num_q_heads, num_kv_heads: as given; their ratio is the group that shares a KV head.
         levels: the same for each level; sums but for kv_tokens_unique, where levels may share slots.
         name: of the level; empty for the plan.
+
+    Example:
+        >>> batch = cl.VerifyBatch([1000], [cl.DraftTree.branches(4, 5)], rows="branch")
+        >>> counts = cl.ledger(batch.levels("cascade"), num_q_heads=8, num_kv_heads=2)
+        >>> counts.kv_tokens, counts.pairs  # 1000 + 4 x 5, and 4 x (5 x 1000 + 15)
+        (1020, 20060)
+        >>> [(level.name, level.kv_tokens) for level in counts.levels]
+        [('prefix', 1000), ('draft', 20)]
+        >>> counts.kv_bytes(128, torch.bfloat16)  # 1020 tokens x 2 heads x 256 numbers x 2 bytes
+        1044480
     """
 
     kv_tokens: int
@@ -469,6 +507,11 @@ def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int =
     Raises:
         TypeError, ValueError: levels that `cascade_attention` refuses over any cache, also inside `unchecked()`; head
             counts that do not divide.
+
+    Example:
+        >>> batch = cl.VerifyBatch([2000], [cl.DraftTree.branches(4, 5)], rows="branch")
+        >>> {plan: cl.ledger(batch.levels(plan)).kv_tokens for plan in cl.drafts.PLANS}
+        {'naive': 8020, 'cascade': 2020, 'fused': 2020}
     """
     num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
@@ -514,6 +557,15 @@ def check_plan(levels: Sequence[Level], whole: Level | None = None) -> None:
     Raises:
         TypeError, ValueError: as `ledger`; a key that a row sees twice, one that `whole` does not show it, as when a
             shared level reaches beyond the computed tokens, or one that no level shows it, with row, level and slot.
+
+    Example:
+        >>> batch = cl.VerifyBatch([20], [cl.DraftTree.chain(3)])
+        >>> plan, (whole,) = batch.levels("cascade"), batch.levels("fused")
+        >>> cl.check_plan(plan, whole)
+        >>> cl.check_plan([*plan, plan[0]])
+        Traceback (most recent call last):
+            ...
+        ValueError: levels: expected each key of a row once, given slot 0 twice for row 0: ...
     """
     given = [*levels, whole] if isinstance(levels, Sequence) and whole is not None else levels
     checked = _checked_plan(given)

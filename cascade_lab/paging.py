@@ -47,6 +47,10 @@ def pages_needed(length: int | torch.Tensor | np.ndarray, page_size: int) -> int
 
     Raises:
         TypeError, ValueError: a length that is no integer >= 0 (elements are not looked at), a page size below 1.
+
+    Example:
+        >>> cl.paging.pages_needed(33, 16), cl.paging.pages_needed(torch.tensor([0, 16, 17]), 16).tolist()
+        (3, [0, 1, 2])
     """
     page_size = _checks.integer("page_size", page_size, 1)
     if not isinstance(length, (torch.Tensor, np.ndarray)) or not length.ndim:
@@ -80,6 +84,10 @@ def build_page_table(lengths: Sequence[int], page_size: int, *, first_page: int 
     Raises:
         TypeError, ValueError: lengths or a first page that are no integers >= 0, or a page size that is none >= 1; or
             page ids beyond int32.
+
+    Example:
+        >>> cl.paging.build_page_table([33, 10], 16).tolist()
+        [[0, 1, 2], [3, -1, -1]]
     """
     page_size = _checks.integer("page_size", page_size, 1)
     first_page = _checks.integer("first_page", first_page, 0)
@@ -99,6 +107,10 @@ def dense_page_table(batch: int, *, device: torch.device | str = "cpu") -> torch
 
     Raises:
         TypeError, ValueError: a batch that is no integer >= 0.
+
+    Example:
+        >>> cl.paging.dense_page_table(3).tolist()
+        [[0], [1], [2]]
     """
     batch = _checks.integer("batch", batch, 0)
     return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
@@ -119,6 +131,12 @@ def ragged_kv(
 
     Raises:
         TypeError, ValueError: other shapes, dtypes or devices, or offsets that do not rise from 0 to T_k.
+
+    Example:
+        >>> q, k, v = torch.randn(2, 2, 8), torch.randn(5, 1, 8), torch.randn(5, 1, 8)  # 3 keys, and then 2
+        >>> cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+        >>> cl.attention(q, *cl.paging.ragged_kv(k, v, cu)).o.shape
+        torch.Size([2, 2, 8])
     """
     _checks.tensor("k", k, "[T_k, H_kv, D]")
     _checks.tensor("v", v, "[T_k, H_kv, D_v]", like=("k", k))
@@ -166,6 +184,13 @@ def token_slots(
 
     Raises:
         TypeError, ValueError: no such row, a page size below 1, or a row that names too few pages for its length.
+
+    Example:
+        >>> table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
+        >>> cl.paging.token_slots(table, [5, 3], 4).tolist()  # pages of 4 tokens
+        [8, 9, 10, 11, 0, 4, 5, 6]
+        >>> cl.paging.token_slots(table, [5, 3], 4, starts=[3, 0]).tolist()
+        [11, 0, 4, 5, 6]
     """
     _checks.tensor("page_table", page_table, "[R, max_pages]")
     if length is None or page_size is None:
@@ -224,6 +249,12 @@ def write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, *, layout: 
         RuntimeError: a leaf that requires a gradient, which PyTorch lets nobody change in place.
 
     Differentiable in `x`, as PyTorch's own indexed assignment is.
+
+    Example:
+        >>> cache = torch.zeros(2, 2, 1, 1)  # 2 pages of 2 tokens
+        >>> cl.paging.write(cache, torch.tensor([3, 0]), torch.tensor([7.0, 5.0]).view(2, 1, 1))
+        >>> cache.flatten().tolist()
+        [5.0, 0.0, 0.0, 7.0]
     """
     cache = as_nhd("cache", cache, layout)
     page_size = cache.shape[1]
@@ -256,6 +287,11 @@ def read(cache: torch.Tensor, slots: torch.Tensor, *, layout: Layout = "NHD") ->
 
     Raises:
         TypeError, ValueError: as in `write`.
+
+    Example:
+        >>> cache = torch.arange(4.0).view(2, 2, 1, 1)  # 2 pages of 2 tokens
+        >>> cl.paging.read(cache, torch.tensor([3, 0])).flatten().tolist()
+        [3.0, 0.0]
     """
     cache = as_nhd("cache", cache, layout)
     _check_slots("slots", slots, cache)
@@ -274,6 +310,12 @@ def move(cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, *, layout: L
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `write`, or numbers of sources and destinations that differ.
+
+    Example:
+        >>> cache = torch.arange(4.0).view(2, 2, 1, 1)  # 2 pages of 2 tokens
+        >>> cl.paging.move(cache, torch.tensor([3, 0]), torch.tensor([0, 1]))
+        >>> cache.flatten().tolist()
+        [3.0, 0.0, 2.0, 3.0]
     """
     for name, slots in (("src", src), ("dst", dst)):
         _checks.tensor(name, slots, "[n]")
@@ -322,6 +364,10 @@ def branch_capacity(prefix_len: int, branches: int, steps: int, page_size: int) 
 
     Raises:
         TypeError, ValueError: numbers that are no integers >= 0, or a page size that is none >= 1.
+
+    Example:
+        >>> cl.paging.branch_capacity(100, branches=4, steps=5, page_size=16)  # 4 x ceil((4 + 5) / 16) x 16
+        64
     """
     page_size = _checks.integer("page_size", page_size, 1)
     given = (("prefix_len", prefix_len), ("branches", branches), ("steps", steps))
@@ -345,6 +391,12 @@ def shared_prefix_len(
 
     Raises:
         TypeError, ValueError: other shapes, or a page size that is no integer >= 1.
+
+    Example:
+        >>> pages = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)
+        >>> lens, computed = torch.tensor([40, 44], dtype=torch.int32), torch.tensor([36, 40], dtype=torch.int32)
+        >>> cl.paging.shared_prefix_len(pages, lens, computed, 16)
+        32
     """
     page_size = _checks.integer("page_size", page_size, 1)
     for name, x in (("page_table", page_table), ("cache_seqlens", cache_seqlens), ("computed_lens", computed_lens)):
@@ -378,6 +430,12 @@ def page_table_from_csr(
     Raises:
         TypeError, ValueError: offsets that do not rise from 0 to len(indices), a last_page_len outside its range, or a
             page size that is no integer >= 1.
+
+    Example:
+        >>> indptr, indices = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([5, 1, 4], dtype=torch.int32)
+        >>> table, lens = cl.paging.page_table_from_csr(indptr, indices, torch.tensor([3, 16], dtype=torch.int32), 16)
+        >>> table.tolist(), lens.tolist()
+        ([[5, 1], [4, -1]], [19, 16])
     """
     page_size = _checks.integer("page_size", page_size, 1)
     for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
@@ -407,6 +465,11 @@ def page_table_to_csr(
 
     Raises:
         TypeError, ValueError: a length that its row cannot hold, or a page size that is no integer >= 1.
+
+    Example:
+        >>> table, lens = torch.tensor([[5, 1], [4, -1]], dtype=torch.int32), torch.tensor([19, 16], dtype=torch.int32)
+        >>> [x.tolist() for x in cl.paging.page_table_to_csr(table, lens, 16)]
+        [[0, 2, 3], [5, 1, 4], [3, 16]]
     """
     page_size = _checks.integer("page_size", page_size, 1)
     check_page_table(page_table, cache_seqlens, torch.iinfo(torch.int32).max, page_size)
@@ -433,6 +496,11 @@ def split_kv_cache(
     Raises:
         TypeError, ValueError: no tensor, another rank or layout, a second dim that is not 2, or other than num_kv_heads
             heads.
+
+    Example:
+        >>> k, v = cl.paging.split_kv_cache(torch.zeros(4, 2, 8, 16, 64), layout="HND", num_kv_heads=8)
+        >>> k.shape
+        torch.Size([4, 16, 8, 64])
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: expected one of {LAYOUTS}, given {layout!r}")
@@ -451,7 +519,15 @@ def split_kv_cache(
 
 
 def check_page_table(page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int, page_size: int) -> None:
-    """Raise ValueError unless every length fits its row and every page that is read exists. Reads the values back."""
+    """Raise ValueError unless every length fits its row and every page that is read exists. Reads the values back.
+
+    Example:
+        >>> table, lens = torch.tensor([[0, 9]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+        >>> cl.paging.check_page_table(table, lens, num_pages=8, page_size=16)
+        Traceback (most recent call last):
+            ...
+        ValueError: page_table: expected page ids from 0 to 7, given 9 for request 0, page 1
+    """
     page_size = _checks.integer("page_size", page_size, 1)
     num_pages = _checks.integer("num_pages", num_pages, 0)
     capacity = page_table.shape[1] * page_size

@@ -16,12 +16,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import overload
 
+import numpy as np
 import torch
 
 from cascade_lab import _checks, paging
 from cascade_lab.levels import Level, shared_prefix_levels
-from cascade_lab.regions import floor_sum, triangle
+from cascade_lab.regions import Count, Dense, _check_hit, floor_sum, triangle
 
 __all__ = [
     "ENGINE_RULES",
@@ -67,45 +69,96 @@ shares the device.
 """
 
 
-def interactions(n: int, hit: int = 0) -> int:
+@overload
+def interactions(n: int, hit: int = 0) -> int: ...
+@overload
+def interactions(n: np.ndarray, hit: Count = 0) -> np.ndarray: ...
+@overload
+def interactions(n: int, hit: np.ndarray) -> np.ndarray: ...
+def interactions(n: Count, hit: Count = 0) -> Count:
     """Query-key pairs of a dense causal prefill of `n` tokens that are left after a hit of `hit`: M H + M (M + 1) / 2.
 
-    Additive over any chunking, and per request: pairs of a batch are the sum of its requests' pairs.
+    Additive over any chunking, and per request: pairs of a batch are the sum of its requests' pairs. NumPy arrays of
+    integers are taken element by element; where sums pass 64 bits the result holds Python integers.
 
     Raises:
-        TypeError: a length that is not an integer. ValueError: a negative one, or a hit above n.
+        TypeError: a length that is not an integer. ValueError: a negative one, a hit above n, or shapes that differ.
+
+    Example:
+        >>> cl.interactions(8, 4)  # 4 x 4 + 4 x 5 / 2
+        26
+        >>> import numpy as np
+        >>> cl.interactions(np.array([8, 100]), np.array([4, 0])).tolist()
+        [26, 5050]
     """
-    n, hit = _lengths(n, hit, 0)
-    return triangle(n) - triangle(hit)
+    n, hit = _check_hit(n, hit, 0)
+    return Dense().total(n) - Dense().total(hit)
 
 
-def remaining(n: int, hit: int) -> Fraction:
-    """Fraction of the interactions left: 1 - hit (hit + 1) / (n (n + 1)), exact.
+@overload
+def remaining(n: int, hit: int) -> Fraction: ...
+@overload
+def remaining(n: np.ndarray, hit: Count) -> np.ndarray: ...
+@overload
+def remaining(n: int, hit: np.ndarray) -> np.ndarray: ...
+def remaining(n: Count, hit: Count) -> Fraction | np.ndarray:
+    """Fraction of the interactions left: 1 - hit (hit + 1) / (n (n + 1)), exact; float64 for arrays.
 
     Raises:
-        TypeError: not integers. ValueError: n < 1, or a hit outside 0 to n.
+        TypeError: not integers. ValueError: n < 1, a hit outside 0 to n, or shapes that differ.
+
+    Example:
+        >>> cl.remaining(8, 4)  # 26 of 36
+        Fraction(13, 18)
+        >>> import numpy as np
+        >>> cl.remaining(8, np.array([0, 4, 8])).round(3).tolist()
+        [1.0, 0.722, 0.0]
     """
-    n, hit = _lengths(n, hit)
-    return 1 - Fraction(triangle(hit), triangle(n))
+    return Dense().remaining(n, hit)
 
 
-def remaining_limit(h: float) -> float:
-    """The limit of `remaining` for long prompts: 1 - h^2.
+@overload
+def remaining_limit(h: float) -> float: ...
+@overload
+def remaining_limit(h: np.ndarray) -> np.ndarray: ...
+def remaining_limit(h: float | np.ndarray) -> float | np.ndarray:
+    """The limit of `remaining` for long prompts: 1 - h^2, element by element for an array.
 
     Raises:
         TypeError: not a number. ValueError: h outside [0, 1], or NaN.
+
+    Example:
+        >>> cl.remaining_limit(0.5)
+        0.75
     """
-    h = _checks.number("h", h, 0, 1)
+    if not isinstance(h, np.ndarray) or not h.ndim:
+        h = _checks.number("h", h, 0, 1)
+    elif h.dtype.kind not in "iuf":
+        raise TypeError(f"h: expected numbers, given {_checks.shown(h)}")
+    elif not ((h >= 0) & (h <= 1)).all():
+        raise ValueError(f"h: expected numbers in [0, 1], given {h[~((h >= 0) & (h <= 1))][0]}")
     return 1 - h * h
 
 
-def linear_remaining(n: int, hit: int) -> Fraction:
-    """Fraction of the token-linear work left: (n - hit) / n, exact.
+@overload
+def linear_remaining(n: int, hit: int) -> Fraction: ...
+@overload
+def linear_remaining(n: np.ndarray, hit: Count) -> np.ndarray: ...
+@overload
+def linear_remaining(n: int, hit: np.ndarray) -> np.ndarray: ...
+def linear_remaining(n: Count, hit: Count) -> Fraction | np.ndarray:
+    """Fraction of the token-linear work left: (n - hit) / n, exact; float64 for arrays.
 
     Raises:
         TypeError, ValueError: as `remaining`.
+
+    Example:
+        >>> cl.linear_remaining(8, 4)
+        Fraction(1, 2)
     """
-    n, hit = _lengths(n, hit)
+    n, hit = _check_hit(n, hit)
+    if isinstance(n, np.ndarray) or isinstance(hit, np.ndarray):
+        return np.asarray((n - hit) / n, dtype=np.float64)
     return Fraction(n - hit, n)
 
 
@@ -121,6 +174,10 @@ def remaining_scattered(n: int, intervals: Sequence[tuple[int, int]]) -> Fractio
 
     Raises:
         TypeError, ValueError: n < 1, or a run outside 0 <= start <= stop <= n.
+
+    Example:
+        >>> cl.remaining_scattered(8, [(0, 4)]), cl.remaining_scattered(8, [(4, 8)])  # 4 at the start, 4 at the end
+        (Fraction(13, 18), Fraction(5, 18))
     """
     n, runs = _checks.integer("n", n, 1), []
     for interval in intervals:
@@ -161,6 +218,10 @@ def executed_tiles(n: int, hit: int, block_m: int, block_n: int, group: int = 1,
 
     Raises:
         TypeError, ValueError: a hit that is not an integer from 0 to n, or another number that is no integer >= 1.
+
+    Example:
+        >>> cl.prefix.executed_tiles(256, 0, 64, 64), cl.prefix.executed_tiles(256, 128, 64, 64)  # of which 3 + 4
+        (10, 7)
     """
     n, hit = _lengths(n, hit)
     block_m, block_n = _checks.integer("block_m", block_m, 1), _checks.integer("block_n", block_n, 1)
@@ -189,6 +250,10 @@ def tile_remaining(
     visible ones by ceil(M G / block_m) block_m / (M G), M = n - hit rows, G the group.
 
     Args, Raises: as `executed_tiles`.
+
+    Example:
+        >>> cl.prefix.tile_remaining(256, 128, 64, 64), cl.remaining(256, 128)
+        (Fraction(7, 10), Fraction(385, 514))
     """
     return Fraction(
         executed_tiles(n, hit, block_m, block_n, group, window=window),
@@ -209,6 +274,10 @@ def effective_hit(cached_tokens: int, n: int, page_size: int = 1, *, rule: str =
 
     Raises:
         TypeError, ValueError: a length that is not an integer in range, or an unknown rule.
+
+    Example:
+        >>> cl.effective_hit(96, 200, page_size=16), cl.effective_hit(96, 96, page_size=16)  # the last one is computed
+        (96, 80)
     """
     cached_tokens, n = _checks.integer("cached_tokens", cached_tokens, 0), _checks.integer("n", n, 1)
     page_size = _checks.integer("page_size", page_size, 1)
@@ -244,6 +313,11 @@ def prefix_hit_levels(
     Raises:
         TypeError, ValueError: hits that are not integers from 0 to N, numbers of requests that differ, or a page size
             below 1.
+
+    Example:
+        >>> rectangle, triangle = cl.prefix_hit_levels([8, 5], [4, 0], page_size=4, split=True)
+        >>> cl.ledger([rectangle]).pairs, cl.ledger([triangle]).pairs  # 4 x 4, and 10 + 15
+        (16, 25)
     """
     page_size = _checks.integer("page_size", page_size, 1)
     lengths, found = _checks.integer_list("prompt_lens", prompt_lens, 1), _checks.integer_list("hits", hits)
@@ -289,6 +363,13 @@ class PrefixHitBatch:
     """A batch of prompts whose first tokens are cached: its pages, where its new tokens go, and the plans over them.
 
     Rows are the tokens that are left to compute, packed by request: those from H to N - 1 of each prompt.
+
+    Example:
+        >>> batch = cl.PrefixHitBatch([8, 5], [4, 0], page_size=4)
+        >>> batch.num_rows, batch.positions.tolist(), batch.suffix_slots(0).tolist()
+        (9, [4, 5, 6, 7, 0, 1, 2, 3, 4], [4, 5, 6, 7])
+        >>> cl.ledger(batch.levels("causal")).pairs == cl.interactions(8, 4) + cl.interactions(5)
+        True
     """
 
     def __init__(
@@ -421,9 +502,15 @@ def scale_breakdown(
     Raises:
         TypeError, ValueError: a bucket without a kind or of an unknown one, "other" without a factor, a bucket said to
             mix kinds, a cost that is negative or not finite, or n and hit out of range.
+
+    Example:
+        >>> breakdown, kinds = {"attention": 36.0, "ffn": 10.0}, {"attention": "interaction", "ffn": "linear"}
+        >>> cl.scale_breakdown(breakdown, kinds, n=8, hit=4)
+        {'attention': 26.0, 'ffn': 5.0, 'total': 31.0}
     """
     if not breakdown:
         raise ValueError("breakdown: expected at least one bucket, given none")
+    n, hit = _lengths(n, hit)
     factors = {"interaction": float(remaining(n, hit)), "linear": float(linear_remaining(n, hit))}
     if "total" in breakdown or set(kinds) - set(breakdown):
         extra = sorted(set(kinds) - set(breakdown)) or ["total"]
@@ -442,6 +529,12 @@ def uniform_scaling_errors(
     """The total under one factor for everything, beside the bucketed total: {rule: {"total", "relative error"}}.
 
     Rules: "bucketed", "uniform 1-h", "uniform 1-h^2".
+
+    Example:
+        >>> breakdown, kinds = {"attention": 36.0, "ffn": 10.0}, {"attention": "interaction", "ffn": "linear"}
+        >>> errors = cl.prefix.uniform_scaling_errors(breakdown, kinds, n=8, hit=4)
+        >>> {rule: row["total"] for rule, row in errors.items()}
+        {'bucketed': 31.0, 'uniform 1-h': 23.0, 'uniform 1-h^2': 34.5}
     """
     n, hit = _lengths(n, hit)
     bucketed = scale_breakdown(breakdown, kinds, n, hit)["total"]
@@ -473,6 +566,11 @@ class PrefillTerms:
         re_expansion_tokens: cached tokens whose keys and values are expanded again (MLA in expanded mode).
         kv_load_bytes: the KV load, bytes to bring to the device if the cache is elsewhere (host or another machine); 0
             when it is present.
+
+    Example:
+        >>> terms = cl.hand_over(100, 200, page_size=16)
+        >>> terms.effective_hit, terms.computed_tokens, terms.linear_scale
+        (96, 104, Fraction(13, 25))
     """
 
     effective_hit: int
@@ -506,6 +604,11 @@ def hand_over(
 
     Raises:
         TypeError, ValueError: as `effective_hit`, or a negative number.
+
+    Example:
+        >>> terms = cl.hand_over(100, 200, 16, kv_bytes_per_token=1000, cache_present=False)
+        >>> terms.effective_hit, terms.interaction_scale, terms.kv_load_bytes
+        (96, Fraction(1287, 1675), 96000)
     """
     n, replay_tokens = _checks.integer("n", n, 1), _checks.integer("replay_tokens", replay_tokens, 0)
     kv_bytes_per_token = _checks.integer("kv_bytes_per_token", kv_bytes_per_token, 0)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import overload
 
 import numpy as np
 
@@ -40,8 +41,21 @@ Count = int | np.ndarray
 
 
 class Region:
-    """A rule v(t) with its sum F(n); subclasses give both in closed form as `_visible` and `_total`."""
+    """A rule v(t) with its sum F(n); subclasses give both in closed form as `_visible` and `_total`.
 
+    Example:
+        >>> regions = cl.Dense(), cl.Chunked(12288), cl.SlidingWindow(1024)
+        >>> [round(float(region.remaining(16384, 8192)), 3) for region in regions]
+        [0.75, 0.6, 0.516]
+        >>> import numpy as np
+        >>> cl.Dense().total(8), cl.Dense().total(np.array([8, 4])).tolist()
+        (36, [36, 10])
+    """
+
+    @overload
+    def visible(self, t: int) -> int: ...
+    @overload
+    def visible(self, t: np.ndarray) -> np.ndarray: ...
     def visible(self, t: Count) -> Count:
         """v(t): keys that row t >= 1 sees, itself included.
 
@@ -50,6 +64,10 @@ class Region:
         """
         return self._visible(self._counts("t", t, 1, self._visible))
 
+    @overload
+    def total(self, n: int) -> int: ...
+    @overload
+    def total(self, n: np.ndarray) -> np.ndarray: ...
     def total(self, n: Count) -> Count:
         """F(n) = v(1) + ... + v(n) for n >= 0; an array whose sums pass 64 bits comes back as Python integers.
 
@@ -58,6 +76,12 @@ class Region:
         """
         return self._total(self._counts("n", n, 0, self._total))
 
+    @overload
+    def remaining(self, n: int, hit: int) -> Fraction: ...
+    @overload
+    def remaining(self, n: np.ndarray, hit: Count) -> np.ndarray: ...
+    @overload
+    def remaining(self, n: int, hit: np.ndarray) -> np.ndarray: ...
     def remaining(self, n: Count, hit: Count) -> Fraction | np.ndarray:
         """1 - F(hit) / F(n): an exact Fraction for integers, float64 for arrays.
 
@@ -112,8 +136,17 @@ class Region:
             object.__setattr__(self, name, _checks.integer(name, getattr(self, name), low))
 
 
+@overload
+def triangle(n: int) -> int: ...
+@overload
+def triangle(n: np.ndarray) -> np.ndarray: ...
 def triangle(n: Count) -> Count:
-    """1 + 2 + ... + n."""
+    """1 + 2 + ... + n.
+
+    Example:
+        >>> cl.regions.triangle(8)
+        36
+    """
     return n * (n + 1) // 2
 
 
@@ -129,14 +162,21 @@ def floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
     return total
 
 
-def _check_hit(n: Count, hit: Count) -> tuple[Count, Count]:
-    """n >= 1 and 0 <= hit <= n, all integers."""
-    n, hit = _checks.integers("n", n, 1), _checks.integers("hit", hit)
-    if np.any(hit > n):
-        first = (np.asarray(hit) > np.asarray(n)).argmax()
-        given = np.broadcast_arrays(hit, n)
-        raise ValueError(f"hit: expected at most n = {given[1].flat[first]}, given {given[0].flat[first]}")
-    return n, hit
+def _check_hit(n: Count, hit: Count, low: int = 1) -> tuple[Count, Count]:
+    """n >= low and 0 <= hit <= n, all integers; two arrays of one shape where either is an array."""
+    n, hit = _checks.integers("n", n, low), _checks.integers("hit", hit)
+    if not isinstance(n, np.ndarray) and not isinstance(hit, np.ndarray):
+        if hit > n:
+            raise ValueError(f"hit: expected at most n = {n}, given {hit}")
+        return n, hit
+    try:
+        wide_n, wide_hit = np.broadcast_arrays(n, hit)
+    except ValueError:
+        raise ValueError(f"hit: expected a shape that fits n {np.shape(n)}, given {np.shape(hit)}") from None
+    if (wide_hit > wide_n).any():
+        first = (wide_hit > wide_n).argmax()
+        raise ValueError(f"hit: expected at most n = {wide_n.flat[first]}, given {wide_hit.flat[first]}")
+    return wide_n, wide_hit
 
 
 def _least(a: Count, b: Count) -> Count:
@@ -157,7 +197,12 @@ def _floored(n: Count, m: int) -> Count:
 
 @dataclass(frozen=True)
 class Dense(Region):
-    """Dense causal attention, MHA, GQA, MQA and MLA alike: v(t) = t."""
+    """Dense causal attention, MHA, GQA, MQA and MLA alike: v(t) = t.
+
+    Example:
+        >>> cl.Dense().visible(5), cl.Dense().total(5), cl.Dense().remaining(8, 4)
+        (5, 15, Fraction(13, 18))
+    """
 
     def _visible(self, t: Count) -> Count:
         return t
@@ -168,7 +213,12 @@ class Dense(Region):
 
 @dataclass(frozen=True)
 class SlidingWindow(Region):
-    """The last w keys, the row's own counted: v(t) = min(t, w); `window_size=(w - 1, 0)` of `attention`."""
+    """The last w keys, the row's own counted: v(t) = min(t, w); `window_size=(w - 1, 0)` of `attention`.
+
+    Example:
+        >>> cl.SlidingWindow(3).visible(5), cl.SlidingWindow(3).total(5)  # 1 + 2 + 3 + 3 + 3
+        (3, 12)
+    """
 
     w: int
 
@@ -184,7 +234,12 @@ class SlidingWindow(Region):
 
 @dataclass(frozen=True)
 class SinkWindow(Region):
-    """The first s keys and the last w: v(t) = min(t, s + w)."""
+    """The first s keys and the last w: v(t) = min(t, s + w).
+
+    Example:
+        >>> cl.SinkWindow(1, 3).visible(5), cl.SinkWindow(1, 3).total(5)  # 1 + 2 + 3 + 4 + 4
+        (4, 14)
+    """
 
     s: int
     w: int
@@ -201,7 +256,12 @@ class SinkWindow(Region):
 
 @dataclass(frozen=True)
 class Chunked(Region):
-    """Attention inside chunks of c tokens (Llama 4): v(t) = ((t - 1) mod c) + 1, a sawtooth."""
+    """Attention inside chunks of c tokens (Llama 4): v(t) = ((t - 1) mod c) + 1, a sawtooth.
+
+    Example:
+        >>> [cl.Chunked(3).visible(t) for t in range(1, 8)], cl.Chunked(3).total(7)
+        ([1, 2, 3, 1, 2, 3, 1], 13)
+    """
 
     c: int
 
@@ -217,7 +277,12 @@ class Chunked(Region):
 
 @dataclass(frozen=True)
 class TopK(Region):
-    """The k selected tokens of a sparse core (DeepSeek Sparse Attention): v(t) = min(t, k)."""
+    """The k selected tokens of a sparse core (DeepSeek Sparse Attention): v(t) = min(t, k).
+
+    Example:
+        >>> cl.TopK(2).visible(5), cl.TopK(2).total(5)  # 1 + 2 + 2 + 2 + 2
+        (2, 9)
+    """
 
     k: int
 
@@ -236,6 +301,10 @@ class TopKBlocks(Region):
     """k selected blocks of `block` tokens, the row's own block among them, whole but for the own block's future.
 
     With i = (t - 1) div block and r = (t - 1) mod block + 1: v(t) = (min(i + 1, k) - 1) block + r.
+
+    Example:
+        >>> [cl.TopKBlocks(block=2, k=2).visible(t) for t in range(1, 8)]
+        [1, 2, 3, 4, 3, 4, 3]
     """
 
     block: int
@@ -258,7 +327,12 @@ class TopKBlocks(Region):
 
 @dataclass(frozen=True)
 class Compressed(Region):
-    """One entry per m whole tokens, all of them scored, as an indexer does: v(t) = floor(t / m); m = 1 is dense."""
+    """One entry per m whole tokens, all of them scored, as an indexer does: v(t) = floor(t / m); m = 1 is dense.
+
+    Example:
+        >>> [cl.regions.Compressed(4).visible(t) for t in (3, 4, 9)], cl.regions.Compressed(4).total(9)
+        ([0, 1, 2], 8)
+    """
 
     m: int
 
@@ -277,6 +351,10 @@ class CSA(Region):
     """Compressed sparse attention (DeepSeek-V4): k of the entries of m tokens, and a window of raw tokens.
 
     v(t) = min(floor(t / m), k) + min(t, window). Its indexer scores all entries: `Compressed(m)`.
+
+    Example:
+        >>> cl.CSA(m=4, k=2, window=3).visible(16)  # 2 of 4 entries, and 3 raw tokens
+        5
     """
 
     m: int
@@ -300,6 +378,10 @@ class HCA(Region):
     """Heavily compressed attention (DeepSeek-V4): all entries of m tokens, and a window of raw tokens.
 
     v(t) = floor(t / m) + min(t, window).
+
+    Example:
+        >>> cl.HCA(m=4, window=3).visible(16)  # 4 entries, and 3 raw tokens
+        7
     """
 
     m: int
@@ -321,6 +403,10 @@ class NSA(Region):
 
     v(t) = [t >= length] (floor((t - length) / stride) + 1) + selected(t) + min(t, window), where selected is
     `TopKBlocks(block, k)`.
+
+    Example:
+        >>> cl.NSA(length=4, stride=2, block=4, k=1, window=3).visible(8)  # 3 entries, 4 selected and 3 raw tokens
+        10
     """
 
     length: int
@@ -351,6 +437,11 @@ class Mixture(Region):
     """Regions attended side by side with integer weights (layers of each kind x FLOPs per pair): v is the weighted sum.
 
     Weight by work, not by layers: a window layer's share of the work is its share of the pairs.
+
+    Example:
+        >>> layers = cl.regions.Mixture(((5, cl.SlidingWindow(1024)), (1, cl.Dense())))
+        >>> round(float(layers.remaining(16384, 8192)), 3)  # between 1 - h and 1 - h^2
+        0.662
     """
 
     parts: tuple[tuple[int, Region], ...]
@@ -379,6 +470,11 @@ def deepseek_sparse(*, core_flops: int, indexer_flops: int, k: int = 2048) -> Mi
 
     Raises:
         TypeError, ValueError: a number that is no integer >= 1.
+
+    Example:
+        >>> region = cl.regions.deepseek_sparse(core_flops=2, indexer_flops=1, k=3)
+        >>> region.visible(5)  # 2 x 3 + 1 x 5
+        11
     """
     core_flops = _checks.integer("core_flops", core_flops, 1)
     indexer_flops = _checks.integer("indexer_flops", indexer_flops, 1)
@@ -396,6 +492,11 @@ class MLA:
         nope, value: per-head dims of the expanded keys and values, 128 each.
 
     Source: DeepSeek-V2 (arXiv:2405.04434) for the two modes; a multiply-add counts as 2 FLOPs.
+
+    Example:
+        >>> shape = cl.MLA()  # DeepSeek-V3's
+        >>> shape.token_bytes(), shape.expanded_flops, shape.absorbed_flops
+        (1152, 81920, 278528)
     """
 
     heads: int = 128

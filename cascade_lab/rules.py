@@ -23,6 +23,10 @@ def sglang_rule(topk: int, *, sliding_window: bool = False) -> bool:
 
     Raises:
         TypeError, ValueError: a topk that is no integer >= 0.
+
+    Example:
+        >>> cl.rules.sglang_rule(topk=4), cl.rules.sglang_rule(topk=1)
+        (True, False)
     """
     return _checks.integer("topk", topk, 0) > 1 and not sliding_window
 
@@ -52,6 +56,11 @@ def vllm_rule(
     Raises:
         TypeError, ValueError: lengths that are no integers >= 0, other numbers that are none >= 1, or head counts that
             do not divide.
+
+    Example:
+        >>> heads = dict(num_q_heads=32, num_kv_heads=8, num_sms=132)
+        >>> cl.rules.vllm_rule(4096, [1] * 64, **heads), cl.rules.vllm_rule(4096, [1] * 4, **heads)  # 8 at least
+        (True, False)
     """
     common_prefix_len = _checks.integer("common_prefix_len", common_prefix_len, 0)
     query_lens = _checks.integer_list("query_lens", query_lens)
@@ -86,6 +95,10 @@ def flashinfer_rule(packed_len: float, head_dim: int, *, step_fits: bool = True)
 
     Raises:
         TypeError, ValueError: a packed_len that is no number >= 0, or a head_dim that is no integer from 1 to 511.
+
+    Example:
+        >>> cl.rules.flashinfer_rule(20, 128)
+        (None, 64)
     """
     packed_len, head_dim = _checks.number("packed_len", packed_len, 0), _checks.integer("head_dim", head_dim, 1, 511)
     if packed_len > 64 and head_dim < 256:
@@ -97,7 +110,14 @@ def flashinfer_rule(packed_len: float, head_dim: int, *, step_fits: bool = True)
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One line of `rule_table`: what each rule answers for R requests of topk branches over prefixes of L tokens."""
+    """One line of `rule_table`: what each rule answers for R requests of topk branches over prefixes of L tokens.
+
+    Example:
+        >>> heads = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> (row,) = cl.rules.rule_table([8192], [4], [8], steps=5, device_model=cl.trigger.H100, **heads)
+        >>> row.topk, row.batch, row.sglang, row.cascade == (row.speedup > 1)
+        (4, 8, True, True)
+    """
 
     prefix_len: int
     topk: int
@@ -131,6 +151,12 @@ def rule_table(
     Raises:
         TypeError, ValueError: prefix lengths that are no integers >= 0, other numbers that are none >= 1, or arguments
             that `should_cascade` refuses.
+
+    Example:
+        >>> heads = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> table = cl.rules.rule_table([256, 8192], [4], [1], steps=5, device_model=cl.trigger.H100, **heads)
+        >>> [(row.prefix_len, row.sglang, row.vllm) for row in table]
+        [(256, True, False), (8192, True, False)]
     """
     num_q_heads, num_kv_heads = _checks.heads(num_q_heads, num_kv_heads)
     heads = dict(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)

@@ -91,12 +91,23 @@ _settled: bool | None = None
 
 
 def device() -> torch.device:
-    """The device to place tensors on: the current GPU when kernels are compiled for one, else the CPU."""
+    """The device to place tensors on: the current GPU when kernels are compiled for one, else the CPU.
+
+    Example:
+        >>> q = torch.zeros(1, 2, 8, device=cl.runtime.device())
+        >>> q.device.type in ("cpu", "cuda")
+        True
+    """
     return torch.device("cuda" if triton_mode() == "compiled" and torch.cuda.device_count() > 0 else "cpu")
 
 
 def device_reason() -> str:
-    """One phrase saying why `device()` is what it is."""
+    """One phrase saying why `device()` is what it is.
+
+    Example:
+        >>> isinstance(cl.runtime.device_reason(), str)  # such as 'no GPU found'
+        True
+    """
     if triton_mode() == "executed":
         return f"code compiled for {_current()[0].name} is executed on the CPU"
     if torch.cuda.device_count() == 0:
@@ -106,7 +117,12 @@ def device_reason() -> str:
 
 def triton_mode() -> str:
     """How Triton kernels run in this process: "compiled" for a GPU, "interpreted", "executed" (compiled for a target
-    without one, and executed on the CPU), or "absent" when Triton is not installed."""
+    without one, and executed on the CPU), or "absent" when Triton is not installed.
+
+    Example:
+        >>> cl.runtime.triton_mode() in ("compiled", "interpreted", "executed", "absent")
+        True
+    """
     if not _is_installed("triton"):
         return "absent"
     if (current := _current()) is not None and current[1]:
@@ -171,6 +187,9 @@ def require_triton() -> None:
 
     Raises:
         RuntimeError: Triton is missing, or TRITON_INTERPRET has changed since kernels, or Triton itself, were defined.
+
+    Example:
+        >>> cl.runtime.require_triton()
     """
     try:
         import triton
@@ -210,6 +229,16 @@ def jit(kernel: Callable) -> Callable:
 
     Raises:
         RuntimeError: Triton is missing, or TRITON_INTERPRET has changed since kernels were defined.
+
+    Example:
+        >>> import triton.language as tl
+        >>> @cl.runtime.jit
+        ... def double(p_x):
+        ...     tl.store(p_x, 2 * tl.load(p_x))
+        >>> x = torch.tensor([21.0], device=cl.runtime.device())
+        >>> double[(1,)](x)
+        >>> x.item()
+        42.0
     """
     require_triton()
     # by name, for the backend imports this module
@@ -267,7 +296,14 @@ def _require_backend(backend: str, tensor: torch.Tensor) -> None:
 
 
 def checks_enabled() -> bool:
-    """False inside `unchecked()` and while a call is traced: checks that would read values back are skipped."""
+    """False inside `unchecked()` and while a call is traced: checks that would read values back are skipped.
+
+    Example:
+        >>> with cl.runtime.unchecked():
+        ...     inside = cl.runtime.checks_enabled()
+        >>> cl.runtime.checks_enabled(), inside
+        (True, False)
+    """
     return not is_traced() and _checked.get()
 
 
@@ -356,6 +392,16 @@ def unchecked() -> Iterator[None]:
 
     Shapes, dtypes, devices and strides are still checked, but not whether an output lies in an input's memory. Wrong
     values inside are undefined behaviour.
+
+    Example:
+        >>> batch = cl.VerifyBatch([20, 9], [cl.DraftTree.chain(3), cl.DraftTree.branches(2, 2)])
+        >>> plan = batch.levels("naive")
+        >>> q, (k, v) = torch.randn(7, 2, 8), torch.randn(2, batch.num_pages, 16, 1, 8)
+        >>> first = cl.cascade_attention(q, k, v, plan)  # the first layer looks at every page id
+        >>> with cl.runtime.unchecked():  # the layers behind it read by the same plan
+        ...     second = cl.cascade_attention(q, k, v, plan)
+        >>> torch.equal(first.o, second.o)
+        True
     """
     if torch.compiler.is_compiling():  # skipped already, and a context variable cannot be set while tracing
         yield
@@ -420,7 +466,12 @@ def device_target(device: torch.device) -> Target:
 
 
 def provenance() -> dict[str, str]:
-    """What ran: versions, platform, device and Triton mode, as strings for a record or a notebook's last cell."""
+    """What ran: versions, platform, device and Triton mode, as strings for a record or a notebook's last cell.
+
+    Example:
+        >>> sorted(cl.runtime.provenance())
+        ['cores', 'device', 'numpy', 'python', 'system', 'torch', 'triton', 'triton mode']
+    """
     versions = {"python": platform.python_version()}
     for name in ("torch", "triton", "numpy"):
         try:

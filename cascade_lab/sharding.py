@@ -57,6 +57,12 @@ class Shard:
         page_ids: `[num_pages]` int64, for each page of this rank's cache the page of the whole cache that it holds:
             `k_cache[page_ids]` is the rank's cache.
         replicated: the levels that every rank holds whole, by index. Their requests are dealt out to be read once.
+
+    Example:
+        >>> batch = cl.VerifyBatch([64], [cl.DraftTree.branches(2, 3)])
+        >>> shard = cl.sharding.shard_levels(batch.levels("cascade"), rank=0, world_size=2, replicated=[1])
+        >>> shard.page_size, shard.page_ids.tolist()  # half of the prefix, and the drafts
+        (16, [0, 1, 4])
     """
 
     levels: tuple[Level, ...]
@@ -95,6 +101,12 @@ def shard_levels(
 
     Raises:
         TypeError, ValueError: an argument out of range, or a level that cannot be sharded.
+
+    Example:
+        >>> batch = cl.VerifyBatch([64], [cl.DraftTree.branches(2, 3)])
+        >>> shards = [cl.sharding.shard_levels(batch.levels("cascade"), r, 2, replicated=[1]) for r in range(2)]
+        >>> [shard.levels[0].cache_seqlens.tolist() for shard in shards]  # of the prefix of 64
+        [[32], [32]]
     """
     rank, world_size = _check_rank(rank, world_size)
     _check_layout(layout, PAGE_LAYOUTS)
@@ -155,6 +167,10 @@ def split_tokens(n: int, world_size: int, layout: str = "zigzag") -> tuple[Slice
 
     Raises:
         TypeError, ValueError: n or world_size that is no integer or too small, or an unknown layout.
+
+    Example:
+        >>> cl.sharding.split_tokens(8, 2)
+        (((0, 2), (6, 8)), ((2, 4), (4, 6)))
     """
     n, world_size = _checks.integer("n", n, 0), _checks.integer("world_size", world_size, 1)
     _check_layout(layout, TOKEN_LAYOUTS)
@@ -174,6 +190,10 @@ def rank_pairs(n: int, world_size: int, layout: str = "zigzag", region: Region |
 
     Raises:
         TypeError, ValueError: as `split_tokens`.
+
+    Example:
+        >>> cl.sharding.rank_pairs(8, 2, "contiguous"), cl.sharding.rank_pairs(8, 2, "zigzag")
+        ((10, 26), (18, 18))
     """
     region = Dense() if region is None else region
     shares = split_tokens(n, world_size, layout)
@@ -185,6 +205,10 @@ def imbalance(pairs: Sequence[int]) -> Fraction:
 
     Raises:
         TypeError, ValueError: counts that are no integers >= 0, no rank, or no work at all.
+
+    Example:
+        >>> cl.sharding.imbalance(cl.sharding.rank_pairs(8, 2, "contiguous")), cl.sharding.imbalance([18, 18])
+        (Fraction(13, 9), Fraction(1, 1))
     """
     pairs = _checks.integer_list("pairs", pairs)
     if not sum(pairs):
@@ -211,6 +235,11 @@ def ring_levels(
 
     Raises:
         TypeError, ValueError: a rank outside the group, or as `split_tokens`.
+
+    Example:
+        >>> plan = cl.sharding.ring_levels([8], rank=0, holder=1, world_size=2)
+        >>> [(level.name, level.cache_seqlens.tolist()) for level in plan]
+        [('slice 0 of rank 1', [0, 2]), ('slice 1 of rank 1', [0, 2])]
     """
     rank, world_size = _check_rank(rank, world_size)
     holder, _ = _check_rank(holder, world_size, "holder")
@@ -259,6 +288,11 @@ class RankLedger:
         rank: in the group; the ledgers of all ranks come as one list.
         kv_tokens: tokens loaded per KV head, and pairs: per query head; as in `Ledger`, of this rank's levels.
         bytes_sent: payload that this rank puts on the wire, headers of the transport not counted.
+
+    Example:
+        >>> first, second = cl.sharding.ring_ledgers([8], 2, bytes_per_token=100)
+        >>> (first.kv_tokens, first.pairs), (second.kv_tokens, second.pairs)
+        ((10, 18), (10, 18))
     """
 
     rank: int
@@ -283,6 +317,11 @@ def sharded_ledgers(
 
     Raises:
         TypeError, ValueError: as `shard_levels`, or bytes_sent of other than world_size ranks.
+
+    Example:
+        >>> plan = cl.VerifyBatch([64], [cl.DraftTree.branches(2, 3)]).levels("cascade")
+        >>> [one.kv_tokens for one in cl.sharding.sharded_ledgers(plan, 2, replicated=[1])], cl.ledger(plan).kv_tokens
+        ([38, 38], 76)
     """
     world_size = _checks.integer("world_size", world_size, 1)
     if isinstance(bytes_sent, Sequence):
@@ -313,6 +352,11 @@ def ring_ledgers(
 
     Raises:
         TypeError, ValueError: as `held_tokens`, or a negative bytes_per_token.
+
+    Example:
+        >>> ledgers = cl.sharding.ring_ledgers([8], 2, bytes_per_token=100)
+        >>> [one.pairs for one in ledgers], sum(one.pairs for one in ledgers) == cl.interactions(8)
+        ([18, 18], True)
     """
     bytes_per_token = _checks.integer("bytes_per_token", bytes_per_token, 0)
     world_size = _checks.integer("world_size", world_size, 1)
@@ -345,6 +389,10 @@ def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: st
 
     Raises:
         TypeError, ValueError: a rank outside the group, or as `split_tokens`.
+
+    Example:
+        >>> cl.sharding.held_rows([8], rank=0, world_size=2).tolist()
+        [0, 1, 6, 7]
     """
     rank, world_size = _check_rank(rank, world_size)
     prompt_lens = _checks.integer_list("prompt_lens", prompt_lens)
@@ -363,6 +411,10 @@ def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: str = "zigz
 
     Raises:
         TypeError, ValueError: prompt_lens that is no sequence of counts, no rank, or an unknown layout.
+
+    Example:
+        >>> cl.sharding.held_tokens([8, 6], world_size=2)
+        [7, 7]
     """
     if not isinstance(prompt_lens, Sequence):
         raise TypeError(f"prompt_lens: expected a sequence of token counts, given {type(prompt_lens).__name__}")

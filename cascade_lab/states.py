@@ -43,6 +43,11 @@ class State(NamedTuple):
         o: `[T, H_q, D]`, the normalised output; exactly 0 in a row without keys.
         lse: `[T, H_q]` float32 (float64 if an input is), natural log of the sum of exp(scaled score); exactly -inf in a
             row without keys.
+
+    Example:
+        >>> o, lse = cl.State(torch.zeros(2, 1, 4), torch.full((2, 1), -torch.inf))  # two rows without keys
+        >>> o.shape, lse.shape
+        (torch.Size([2, 1, 4]), torch.Size([2, 1]))
     """
 
     o: torch.Tensor
@@ -88,6 +93,13 @@ def merge_state(
     forward-mode derivatives are refused; inside `runtime.unchecked()` no overlap is looked for.
 
     The formula is the combination step of blocked softmax: Milakov and Gimelshein (2018), arXiv:1805.02867.
+
+    Example:
+        >>> o_a, o_b = torch.tensor([[[1.0]]]), torch.tensor([[[4.0]]])  # one row of one head, D = 1
+        >>> lse_a, lse_b = torch.tensor([[2.0]]).log(), torch.tensor([[1.0]]).log()  # exponentials add up to 2 and to 1
+        >>> o, lse = cl.merge_state(o_a, lse_a, o_b, lse_b)
+        >>> f"{o.item():.3f} of {lse.exp().item():.3f}"  # (2 x 1 + 1 x 4) / 3
+        '2.000 of 3.000'
     """
     _check_state("o_a", o_a, "lse_a", lse_a)
     _check_state("o_b", o_b, "lse_b", lse_b)
@@ -136,6 +148,13 @@ def merge_states(
 
     Raises:
         TypeError, ValueError: as for `merge_state`.
+
+    Example:
+        >>> o = torch.tensor([1.0, 4.0, 7.0]).view(1, 3, 1, 1)
+        >>> lse = torch.tensor([2.0, 1.0, 1.0]).log().view(1, 3, 1)
+        >>> merged = cl.merge_states(o, lse)
+        >>> f"{merged.o.item():.3f} of {merged.lse.exp().item():.3f}"  # (2 x 1 + 4 + 7) / 4
+        '3.250 of 4.000'
     """
     _check_state("o", o, "lse", lse, layout="T, S, H_q")
     out_dtype = _resolve_out_dtype(None, out_dtype, o.dtype)
@@ -147,25 +166,47 @@ def merge_states(
 
 
 def lse_from_base2(lse: torch.Tensor) -> torch.Tensor:
-    """Natural-log lse from one in base 2 (log2 of the sum of exponentials, as FlashInfer returns it); any shape."""
+    """Natural-log lse from one in base 2 (log2 of the sum of exponentials, as FlashInfer returns it); any shape.
+
+    Example:
+        >>> [round(x, 4) for x in cl.lse_from_base2(torch.tensor([1.0, 3.0])).exp().tolist()]
+        [2.0, 8.0]
+    """
     _checks.tensor("lse", lse, dtypes=_LSE_DTYPES)
     return lse * LN2
 
 
 def lse_to_base2(lse: torch.Tensor) -> torch.Tensor:
-    """Base-2 lse from one in natural log; any shape."""
+    """Base-2 lse from one in natural log; any shape.
+
+    Example:
+        >>> [round(x, 4) for x in cl.lse_to_base2(torch.tensor([2.0, 8.0]).log()).tolist()]
+        [1.0, 3.0]
+    """
     _checks.tensor("lse", lse, dtypes=_LSE_DTYPES)
     return lse / LN2
 
 
 def lse_from_heads_first(lse: torch.Tensor) -> torch.Tensor:
-    """`[T, H_q]` view of an `[H_q, T]` lse (the layout of flash-attention's packed calls and of vLLM). No copy."""
+    """`[T, H_q]` view of an `[H_q, T]` lse (the layout of flash-attention's packed calls and of vLLM). No copy.
+
+    Example:
+        >>> cl.lse_from_heads_first(torch.zeros(8, 5)).shape  # 8 heads, 5 rows
+        torch.Size([5, 8])
+    """
     _checks.tensor("lse", lse, "[H_q, T]")
     return lse.transpose(0, 1)
 
 
 def lse_to_heads_first(lse: torch.Tensor) -> torch.Tensor:
-    """`[H_q, T]` view of a `[T, H_q]` lse. No copy."""
+    """`[H_q, T]` view of a `[T, H_q]` lse. No copy.
+
+    Example:
+        >>> lse = torch.zeros(5, 8)
+        >>> heads_first = cl.lse_to_heads_first(lse)
+        >>> heads_first.shape, heads_first.data_ptr() == lse.data_ptr()
+        (torch.Size([8, 5]), True)
+    """
     _checks.tensor("lse", lse, "[T, H_q]")
     return lse.transpose(0, 1)
 
@@ -179,6 +220,11 @@ def lse_from_padded(lse: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tens
 
     Raises:
         ValueError: the shapes do not fit, or a request has more than max_T rows.
+
+    Example:
+        >>> padded = torch.arange(6.0).view(2, 1, 3)  # 2 requests of at most 3 rows, 1 head
+        >>> cl.lse_from_padded(padded, torch.tensor([0, 2, 5], dtype=torch.int32)).flatten().tolist()
+        [0.0, 1.0, 3.0, 4.0, 5.0]
     """
     _checks.tensor("lse", lse, "[R, H_q, max_T]")
     _checks.tensor("cu_seqlens_q", cu_seqlens_q, "[R + 1]")

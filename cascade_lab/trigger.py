@@ -57,6 +57,12 @@ class DeviceModel:
         matmul_rate: dense 16-bit flop per second of the matrix units (or what `calibrate` measured).
         num_sms: multiprocessors that must be busy to reach these rates (threads, on a CPU).
         source: where each number comes from, and which of them are assumptions.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> slow = replace(cl.trigger.H100, name="half an H100", bandwidth=cl.trigger.H100.bandwidth / 2)
+        >>> slow.bandwidth / cl.trigger.H100.bandwidth
+        0.5
     """
 
     name: str
@@ -122,6 +128,14 @@ class Prediction:
         seconds: the sum of terms.
         terms: seconds by cause: "launch", "memory" (compulsory KV, queries and outputs), "reread", "compute" (what the
             matrix products take beyond the loads they overlap with), "merge" (partial states, written and read).
+
+    Example:
+        >>> case = dict(device_model=cl.trigger.H100, num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> plans = cl.trigger.predict_branches(2000, 4, 5, 1, **case)
+        >>> plans["naive"].bytes, plans["cascade"].bytes  # 8020 and 2020 tokens x 8 heads x 256 numbers x 2 bytes
+        (32849920, 8273920)
+        >>> plans["naive"].reread_bytes // (8 * 256 * 2)  # three of four readers find the prefix in the cache
+        6000
     """
 
     plan: str
@@ -144,6 +158,11 @@ class Decision:
             the other two by `cascade`.
         reason: one sentence with the numbers.
         predictions: by plan.
+
+    Example:
+        >>> decision = cl.should_cascade(cl.VerifyBatch([100], [cl.DraftTree.chain(4)]), cl.trigger.H100)
+        >>> decision.cascade, decision.reason[:40]
+        (False, 'topk = 1: each prefix has one reader, so')
     """
 
     cascade: bool
@@ -181,6 +200,12 @@ def should_cascade(
         ValueError: head counts that do not divide, a head dim below 1, or launches of an unknown plan.
         TypeError: another batch or device model than a `VerifyBatch` and a `DeviceModel`, or numbers that are no
             integers.
+
+    Example:
+        >>> batch = cl.VerifyBatch([8000] * 32, [cl.DraftTree.branches(4, 5)] * 32, rows="branch")
+        >>> decision = cl.should_cascade(batch, cl.trigger.H100)
+        >>> decision.cascade, decision.predictions["cascade"].seconds < decision.predictions["naive"].seconds
+        (True, True)
     """
     if not isinstance(batch, VerifyBatch):
         raise TypeError(f"batch: expected a VerifyBatch, given {_checks.shown(batch)}")
@@ -241,6 +266,12 @@ def break_even_prefix(
 
     Raises:
         TypeError, ValueError: numbers that are no integers in range, an unknown plan, or as `should_cascade`.
+
+    Example:
+        >>> case = dict(steps=5, batch=32, device_model=cl.trigger.H100, num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> two, eight = cl.trigger.break_even_prefix(2, **case), cl.trigger.break_even_prefix(8, **case)
+        >>> eight < two, cl.trigger.break_even_prefix(1, **case)  # one branch has nothing to share
+        (True, None)
     """
     topk, steps = _checks.integer("topk", topk, 1), _checks.integer("steps", steps, 1)
     batch = _checks.integer("batch", batch, 1)
@@ -298,6 +329,12 @@ def predict_branches(
 
     Raises:
         TypeError, ValueError: a negative prefix, no branch, step or request, other rows, or as in `should_cascade`.
+
+    Example:
+        >>> heads = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> plans = cl.trigger.predict_branches(2000, 4, 5, 1, device_model=cl.trigger.H100, **heads)
+        >>> sorted(plans), plans["naive"].bytes / plans["cascade"].bytes == 8020 / 2020
+        (['cascade', 'fused', 'naive'], True)
     """
     prefix_len, topk = _checks.integer("prefix_len", prefix_len, 0), _checks.integer("topk", topk, 1)
     steps, batch = _checks.integer("steps", steps, 1), _checks.integer("batch", batch, 1)
@@ -508,6 +545,12 @@ def calibrate(
 
     Raises:
         TypeError, ValueError: sizes or repeats that are no integers >= 1, or another device.
+
+    Example:
+        >>> small = dict(large_bytes=1 << 20, small_bytes=1 << 14, matmul_size=32, repeats=1)  # without it, to measure
+        >>> device = cl.trigger.calibrate("cpu", **small)
+        >>> device.name, device.num_sms == torch.get_num_threads(), device.bandwidth > 0
+        ('CPU', True, True)
     """
     sizes = dict(large_bytes=large_bytes, small_bytes=small_bytes, l2_bytes=l2_bytes, matmul_size=matmul_size)
     given = (None if n is None else _checks.integer(name, n, 1) for name, n in sizes.items())

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from cascade_lab.book.layout import PUBLIC
 
 PACKAGE = "cascade_lab"
 _LONG = 60
+_EXAMPLE = re.compile(r"^Example:\n(?P<lines>(?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,17 @@ class _Named(str):
 
 
 def _text(docstring: str | None, link: Callable[[str], str]) -> str:
-    source = pdoc.docstrings.google(inspect.cleandoc(docstring or ""))
+    source = _EXAMPLE.sub(_session, inspect.cleandoc(docstring or ""))
+    source = pdoc.docstrings.google(source)
     # sections of a docstring are no headings of the page
     source = re.sub(r"^#{6} (.+)$", r"**\1**\n", source, flags=re.MULTILINE)
     # a formula on a line of its own may wrap, a table may not
     return re.sub(r"<pre>(?=<code>.*</code></pre>)", '<pre class="formula">', markdown.to_html(source, link=link))
+
+
+def _session(found: re.Match[str]) -> str:
+    """An example as a block of code, whose prompts would otherwise be taken for quotations."""
+    return f"**Example:**\n\n```pycon\n{textwrap.dedent(found['lines']).strip()}\n```\n"
 
 
 def _summary(docstring: str, link: Callable[[str], str]) -> str:

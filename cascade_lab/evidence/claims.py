@@ -50,7 +50,13 @@ _claims_here: dict[str, Claim] = {}
 
 @dataclass(frozen=True)
 class AtMost:
-    """An expected upper bound: holds iff measured <= bound."""
+    """An expected upper bound: holds iff measured <= bound.
+
+    Example:
+        >>> from cascade_lab.evidence.claims import AtMost, claim
+        >>> claim("1.1", "rounding of a merge", measured=3e-7, expected=AtMost(1e-6))
+        1.1 holds: rounding of a merge (oracle: expected at most 1e-6, measured below 1e-6)
+    """
 
     bound: int | float | Fraction
 
@@ -60,7 +66,13 @@ class AtMost:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """An expected lower bound: holds iff measured >= bound."""
+    """An expected lower bound: holds iff measured >= bound.
+
+    Example:
+        >>> from cascade_lab.evidence.claims import AtLeast, claim
+        >>> claim("1.2", "reads saved", measured=8020 - 2020, expected=AtLeast(5000), instrument="counted")
+        1.2 holds: reads saved (counted: expected at least 5000, measured 6000)
+    """
 
     bound: int | float | Fraction
 
@@ -74,6 +86,11 @@ class Claim:
 
     `expected` and `measured` are texts that are the same on every machine. `raw_expected` and `raw_measured` are JSON
     values (a Fraction is written "p/q", a non-finite float as text), None where only the text is known.
+
+    Example:
+        >>> from cascade_lab.evidence.claims import Claim
+        >>> Claim("1.3", "pairs left", "derived", "26", "26", "holds").line
+        '1.3 holds: pairs left (derived: expected 26, measured 26)'
     """
 
     id: str
@@ -146,6 +163,15 @@ def claim(
         AssertionError: the claim fails; the output with verdict "fails" has been left before.
         TypeError, ValueError: the claim cannot be judged, for example an array of many elements, or a truth
             value against a number.
+
+    Example:
+        >>> from cascade_lab.evidence.claims import claim
+        >>> claim("1.4", "pairs left", measured=cl.interactions(8, 4), expected=5 + 6 + 7 + 8, instrument="derived")
+        1.4 holds: pairs left (derived: expected 26, measured 26)
+        >>> claim("1.5", "pairs left", measured=cl.interactions(8, 4), expected=36, instrument="derived")
+        Traceback (most recent call last):
+            ...
+        AssertionError: claim 1.5 fails: pairs left: measured 26, expected 36 (derived)
     """
     if not isinstance(id, str) or not re.fullmatch(r"\S+", id):
         raise ValueError(f"id: expected a name without spaces, given {id!r}")
@@ -201,7 +227,17 @@ def claim(
 
 
 def claims_table() -> None:
-    """Show the claims judged so far in this process as one table, each id with its latest verdict."""
+    """Show the claims judged so far in this process as one table, each id with its latest verdict.
+
+    Example:
+        >>> from cascade_lab.evidence.claims import claim, claims_table
+        >>> claim("1.6", "pairs left", measured=cl.interactions(8, 4), expected=26, instrument="derived")
+        1.6 holds: pairs left (derived: expected 26, measured 26)
+        >>> claims_table()
+        id   statement   instrument  expected  measured  verdict
+        ---  ----------  ----------  --------  --------  -------
+        1.6  pairs left  derived     26        26        holds
+    """
     claims = list(_claims_here.values())
     _show({"text/markdown": markdown_table(claims)}, format_table([_row(c) for c in claims]), {})
 

@@ -27,12 +27,33 @@ __all__ = ["Launch", "OutOfBounds", "Program", "Record", "TensorRecord", "record
 
 
 class OutOfBounds(RuntimeError):
-    """A kernel touched memory that belongs to no registered tensor; raised in place of the access."""
+    """A kernel touched memory that belongs to no registered tensor; raised in place of the access.
+
+    Example:
+        >>> from cascade_lab.evidence.reads import OutOfBounds, record_loads
+        >>> o, lse = torch.ones(2, 1, 16), torch.zeros(2, 1)  # neither named nor allocated inside
+        >>> with record_loads():
+        ...     try:
+        ...         cl.merge_state(o, lse, o, lse, backend="triton")
+        ...     except OutOfBounds as error:
+        ...         print(str(error)[:15])
+        load of 4 bytes
+    """
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: the kernel's name and its grid, always three numbers."""
+    """One kernel launch: the kernel's name and its grid, always three numbers.
+
+    Example:
+        >>> from cascade_lab.evidence.reads import record_loads
+        >>> with record_loads() as record:
+        ...     a, b, lse = torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.zeros(2, 1)
+        ...     record.register(a=a, b=b)
+        ...     o, _ = cl.merge_state(a, lse, b, lse, backend="triton")
+        >>> [(launch.kernel, len(launch.grid)) for launch in record.launches]
+        [('_merge_pair_kernel', 3)]
+    """
 
     kernel: str
     grid: tuple[int, int, int]
@@ -40,7 +61,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Program:
-    """One program: the index of its launch in `Record.launches` and its program id."""
+    """One program: the index of its launch in `Record.launches` and its program id.
+
+    Example:
+        >>> from cascade_lab.evidence.reads import record_loads
+        >>> with record_loads() as record:
+        ...     a, b, lse = torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.zeros(2, 1)
+        ...     record.register(a=a, b=b)
+        ...     o, _ = cl.merge_state(a, lse, b, lse, backend="triton")
+        >>> {program.launch for program in record["a"].rows_by_program()}  # of the first launch
+        {0}
+    """
 
     launch: int
     index: tuple[int, int, int]
@@ -54,6 +85,15 @@ class TensorRecord:
     and `distinct_stored_bytes` likewise for stores; `atomic_bytes` counts atomic operations, which are
     neither loads nor stores here. A row is one index of all dimensions but the last, numbered in logical
     order.
+
+    Example:
+        >>> from cascade_lab.evidence.reads import record_loads
+        >>> with record_loads() as record:
+        ...     a, b, lse = torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.zeros(2, 1)
+        ...     record.register(a=a, b=b)
+        ...     o, _ = cl.merge_state(a, lse, b, lse, backend="triton")
+        >>> record["a"].loaded_bytes, record["a"].rows.tolist()  # 2 rows of 16 numbers of 4 bytes
+        (128, [0, 1])
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:
@@ -185,6 +225,15 @@ class Record:
 
     `dots` counts matrix products per (M, N, K), so executed tile elements are `sum(m * n * c for (m, n, _), c
     in ...)`.
+
+    Example:
+        >>> from cascade_lab.evidence.reads import record_loads
+        >>> with record_loads() as record:
+        ...     a, b, lse = torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.zeros(2, 1)
+        ...     record.register(a=a, b=b)
+        ...     o, _ = cl.merge_state(a, lse, b, lse, backend="triton")
+        >>> len(record.launches), record["a"].distinct_bytes + record["b"].distinct_bytes
+        (1, 256)
     """
 
     def __init__(self) -> None:
@@ -378,6 +427,16 @@ def record_loads(**tensors: Tensor | None) -> Iterator[Record]:
 
     A kernel of one's own is interpreted when `runtime.jit` decorates it, or `triton.jit` under TRITON_INTERPRET=1. One
     thread at a time: what other threads launch is recorded as well, and what they allocate is not known.
+
+    Example:
+        >>> from cascade_lab.evidence.reads import record_loads
+        >>> with record_loads() as record:
+        ...     q, (k, v) = torch.randn(1, 1, 16), torch.randn(2, 4, 2, 1, 16)  # 4 pages of 2 tokens
+        ...     record.register(k=k, v=v)
+        ...     pages, lens = torch.tensor([[3, 0]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+        ...     o, lse = cl.attention(q, k, v, pages, lens, backend="triton")
+        >>> record["k"].rows.tolist()  # both tokens of page 3, and the first of page 0
+        [0, 6, 7]
     """
     global _active
     if _active is not None:

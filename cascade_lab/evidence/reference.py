@@ -26,14 +26,27 @@ __all__ = [
 
 
 class Reference(NamedTuple):
-    """`o` [T, H_q, D_v] and natural-log `lse` [T, H_q], both float64 unless another dtype was asked for."""
+    """`o` [T, H_q, D_v] and natural-log `lse` [T, H_q], both float64 unless another dtype was asked for.
+
+    Example:
+        >>> from cascade_lab.evidence.reference import merge_oracle
+        >>> merge_oracle(torch.ones(2, 3, 1, 4), torch.zeros(2, 3, 1)).o.dtype
+        torch.float64
+    """
 
     o: torch.Tensor
     lse: torch.Tensor
 
 
 class StateError(NamedTuple):
-    """Largest absolute differences of `o` and `lse`; NaN if a side holds NaN, inf if only one is infinite."""
+    """Largest absolute differences of `o` and `lse`; NaN if a side holds NaN, inf if only one is infinite.
+
+    Example:
+        >>> from cascade_lab.evidence.reference import state_error
+        >>> one = (torch.zeros(1, 1, 2), torch.zeros(1, 1))
+        >>> state_error(one, (one[0] + 0.5, one[1]))
+        StateError(o=0.5, lse=0.0)
+    """
 
     o: float
     lse: float
@@ -55,6 +68,12 @@ def visible_keys(
     (bottom-right). `causal` hides keys after p, a window `(left, right)` hides keys before `p - left` and
     after `p + right`, -1 being no limit. Bit b of row t of `tree_mask` (int64 [T, words]) shows key `K - tail
     + b`; keys before the tail are visible to every row.
+
+    Example:
+        >>> from cascade_lab.evidence.reference import visible_keys
+        >>> (seen,) = visible_keys(torch.tensor([0, 2]), torch.tensor([4]), causal=True)  # 2 rows at the end of 4 keys
+        >>> seen.int().tolist()
+        [[1, 1, 1, 0], [1, 1, 1, 1]]
     """
     starts = cu_seqlens_q.tolist()
     tails = None if tail_seqlens is None else tail_seqlens.tolist()
@@ -107,6 +126,12 @@ def attention_oracle(
     in float32 (from the rounded scores), because a half-precision lse would loosen the bound that it has to
     give. Keys and values are the caches' elements times their head's scale, formed in float64 and rounded to `dtype`;
     a sink is one more score with the value 0. Differentiable through o and lse; rows without keys have zero gradients.
+
+    Example:
+        >>> from cascade_lab.evidence.reference import assert_state_close, attention_oracle
+        >>> q, (k, v) = torch.randn(2, 2, 8), torch.randn(2, 2, 4, 1, 8)
+        >>> pages, lens = torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([4, 2], dtype=torch.int32)
+        >>> assert_state_close(cl.attention(q, k, v, pages, lens), attention_oracle(q, k, v, pages, lens))
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
@@ -163,6 +188,12 @@ def merge_oracle(o: Tensor, lse: Tensor) -> Reference:
 
     o [T, S, H_q, D], lse [T, S, H_q] in natural log, any float dtype; returns o [T, H_q, D], lse [T, H_q]. A state
     with lse -inf or +inf is empty, whatever its o holds; a NaN lse makes its row NaN.
+
+    Example:
+        >>> from cascade_lab.evidence.reference import merge_oracle
+        >>> o, lse = torch.tensor([1.0, 4.0]).view(1, 2, 1, 1), torch.tensor([2.0, 1.0]).log().view(1, 2, 1)
+        >>> round(merge_oracle(o, lse).o.item(), 6)  # (2 x 1 + 4) / 3
+        2.0
     """
     o, lse = o.double(), lse.double()
     empty = lse.isinf()
@@ -188,6 +219,12 @@ def state_error(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
     gives NaN.
 
     Both are `(o, lse)` pairs of equal shapes, else ValueError.
+
+    Example:
+        >>> from cascade_lab.evidence.reference import state_error
+        >>> one = (torch.zeros(1, 1, 2), torch.full((1, 1), -torch.inf))
+        >>> state_error(one, one)
+        StateError(o=0.0, lse=0.0)
     """
     for name, left, right in zip(("o", "lse"), actual, expected, strict=True):
         if left.shape != right.shape:
@@ -217,6 +254,15 @@ def assert_state_close(
     input dtype. The floor is `atol` if given, else per dtype of the compared tensor (float64 1e-12, float32
     5e-6, float16 2e-3, bfloat16 1.6e-2, the last two being two units in the last place), times the largest
     magnitude expected, but at least 1 for lse.
+
+    Example:
+        >>> from cascade_lab.evidence.reference import assert_state_close
+        >>> one = (torch.ones(1, 1, 2), torch.zeros(1, 1))
+        >>> assert_state_close(one, one)
+        >>> assert_state_close((one[0] + 0.5, one[1]), one)
+        Traceback (most recent call last):
+            ...
+        AssertionError: o differs by 0.5 > 5e-06 (floor 5e-06) at row 0, head 0: actual 1.5, expected 1
     """
     actual, expected = Reference(*actual), Reference(*expected)
     state_error(actual, expected)

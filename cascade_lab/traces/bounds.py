@@ -29,6 +29,11 @@ class Bounds:
         requests: how many; None where not known.
         tokens, hit_tokens: sum of N, sum of H.
         least, most: attention's pairs that the hits save, as a fraction of all.
+
+    Example:
+        >>> bounds = cl.traces.bounds_of_lengths([100, 300], hit_tokens=200)
+        >>> bounds.token_hit, float(bounds.least) < float(bounds.most)
+        (0.5, True)
     """
 
     requests: int | None
@@ -52,6 +57,11 @@ def bounds_of_lengths(lengths: Sequence[int], hit_tokens: int) -> Bounds:
 
     Raises:
         TypeError, ValueError: no lengths, one that is no integer >= 1, or a sum that no hits have.
+
+    Example:
+        >>> bounds = cl.traces.bounds_of_lengths([8, 8], hit_tokens=8)
+        >>> bounds.least, bounds.most  # hits of 4 and 4, or of 7 and 1
+        (Fraction(5, 18), Fraction(29, 72))
     """
     lengths = sorted(_checks.integer_list("lengths", lengths, 1))
     if not lengths:
@@ -84,6 +94,11 @@ def bounds_of_totals(totals: Iterable[Totals], max_tokens: int | None = None) ->
 
     Raises:
         TypeError, ValueError: no totals, or sums that no requests of at most `max_tokens` have.
+
+    Example:
+        >>> bounds = cl.traces.bounds_of_totals([cl.traces.Totals(None, requests=2, tokens=16, hit_tokens=8)])
+        >>> bounds.requests, bounds.token_hit, bounds.least < bounds.most
+        (2, 0.5, True)
     """
     max_tokens = None if max_tokens is None else _checks.integer("max_tokens", max_tokens, 1)
     requests: int | None = 0

@@ -36,6 +36,13 @@ class Traffic:
         resized: length after a rewrite over length before it.
         sessions_per_second: of a Poisson process.
         max_tokens: context length; a session ends where it would grow beyond it.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> long = replace(cl.traces.CONVERSATION, max_turns=64)
+        >>> requests = cl.traces.generate(requests=50, traffic=long)
+        >>> max(request.input_tokens for request in requests) <= long.max_tokens
+        True
     """
 
     block_size: int
@@ -126,6 +133,11 @@ def generate(seed: int = 0, requests: int = 2000, *, traffic: Traffic = CONVERSA
 
     Raises:
         TypeError, ValueError: a seed or a number of requests that is no integer, or fewer than 1 request.
+
+    Example:
+        >>> requests = cl.traces.generate(seed=1, requests=100)
+        >>> len(requests), requests == cl.traces.generate(seed=1, requests=100)
+        (100, True)
     """
     requests, seed = _checks.integer("requests", requests, 1), _checks.integer("seed", seed)
     draw = random.Random(seed)

@@ -49,6 +49,10 @@ def region(text: str) -> Region:
 
     Raises:
         ValueError: an unknown name, or numbers that are not those of the region.
+
+    Example:
+        >>> cl.traces.region("5*window:1024+1*dense")
+        Mixture(parts=((5, SlidingWindow(w=1024)), (1, Dense())))
     """
     parts = []
     for part in text.split("+"):
@@ -76,6 +80,15 @@ def read_model(path: str | Path) -> ModelShape:
     Raises:
         ForeignFileError: no JSON object, or a field that is missing or no whole number.
         OSError: it cannot be read.
+
+    Example:
+        >>> import json
+        >>> from pathlib import Path
+        >>> config = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128)
+        >>> _ = Path("config.json").write_text(json.dumps(config))
+        >>> model = cl.traces.read_model("config.json")
+        >>> model.head_dim, model.kv_heads, model.region
+        (16, 4, Dense())
     """
     path = Path(path)
     config = read_json(path)

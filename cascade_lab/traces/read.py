@@ -46,6 +46,11 @@ class Log:
         requests: the requests; of "sums" there are none.
         totals: the sums; only of "sums" there are any.
         warnings: what is found while reading.
+
+    Example:
+        >>> log = cl.traces.read_table({"input_tokens": [8, 6], "hit_tokens": [4, 0]})
+        >>> log.gives, [(one.input_tokens, one.hit_tokens) for one in log.requests]
+        ('hits', [(8, 4), (6, 0)])
     """
 
     format: Format | None
@@ -89,6 +94,14 @@ def read_logs(
         TypeError, ValueError: a block size that is no integer >= 1, an unknown word or name, or files of two formats.
         TraceError: a file of no known format, which lists those there are; while reading, a line that is no request.
         OSError: a file that cannot be read.
+
+    Example:
+        >>> import json
+        >>> from pathlib import Path
+        >>> _ = Path("log.jsonl").write_text(json.dumps({"input_length": 1024, "hash_ids": [1, 2]}))
+        >>> log = cl.traces.read_logs(["log.jsonl"])
+        >>> log.format.name, log.gives, list(cl.traces.replay(log.requests))
+        ('mooncake', 'block ids', [(1024, 0)])
     """
     _check_on_error(on_error)
     block_size, fields = _checked(format, fields, block_size, turns)
@@ -119,6 +132,12 @@ def read_table(
     Raises:
         TypeError, ValueError: no such table, columns of different lengths, or as `read_logs`.
         TraceError: columns of no known format; while reading, a row that is no request.
+
+    Example:
+        >>> table = {"prompt": [8, 6], "cached": [4, 1]}
+        >>> log = cl.traces.read_table(table, fields={"input_tokens": "prompt", "hit_tokens": "cached"})
+        >>> cl.traces.summarize((one.input_tokens, one.hit_tokens) for one in log.requests).linear_remaining
+        Fraction(9, 14)
     """
     block_size, fields = _checked(format, fields, block_size, turns)
     columns = _columns(table)
@@ -226,13 +245,19 @@ def read_trace(
     skipped: list[TraceError] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[Request]:
-    """Requests of one file of any format that gives them, in the file's order.
+    r"""Requests of one file of any format that gives them, in the file's order.
 
     Args:
         block_size: tokens per block id; the format's or the file's own where None.
 
     Raises:
         As `read_logs`, and TraceError for a log of sums.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("hits.csv").write_text("input_tokens,prefix_hit_tokens\n8,4\n6,0\n")
+        >>> [(one.input_tokens, one.hit_tokens) for one in cl.traces.read_trace("hits.csv")]
+        [(8, 4), (6, 0)]
     """
     _check_on_error(on_error)
     block_size = None if block_size is None else _checks.integer("block_size", block_size, 1)
@@ -267,6 +292,12 @@ def read_mooncake(
         TraceError: while reading, for a line cut short, no UTF-8, no JSON object, longer than 16 MiB, without a field,
             with one twice, with a length that is no integer in range, or with ids that do not fit the length.
         OSError: a file that cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("trace.jsonl").write_text('{"timestamp": 0, "input_length": 1024, "hash_ids": [1, 2]}')
+        >>> [(one.input_tokens, one.block_ids) for one in cl.traces.read_mooncake("trace.jsonl")]
+        [(1024, (1, 2))]
     """
     _check_on_error(on_error)
     block_size = _checks.integer("block_size", block_size, 1)
@@ -280,7 +311,7 @@ def read_hits_csv(
     skipped: list[TraceError] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[Request]:
-    """Requests of a CSV whose first line names, among others, the columns input_tokens and prefix_hit_tokens.
+    r"""Requests of a CSV whose first line names, among others, the columns input_tokens and prefix_hit_tokens.
 
     Args:
         path, on_error, skipped, progress: as in `read_mooncake`. The first line is never skipped.
@@ -290,6 +321,12 @@ def read_hits_csv(
         TraceError: while reading, for a column missing or named twice, a line with fields too few or too many, a
             length that is no integer in range, or a hit above its length.
         OSError: a file that cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("hits.csv").write_text("input_tokens,prefix_hit_tokens\n8,4\n6,0\n")
+        >>> [(one.input_tokens, one.hit_tokens) for one in cl.traces.read_hits_csv("hits.csv")]
+        [(8, 4), (6, 0)]
     """
     _check_on_error(on_error)
     return _lazily(path, FORMATS["hits"], None, on_error, skipped, progress, "csv")
@@ -300,6 +337,12 @@ def write_mooncake(requests: Iterable[Request], path: str | Path) -> None:
 
     Raises:
         ValueError: a request without block ids.
+
+    Example:
+        >>> requests = cl.traces.generate(requests=20)
+        >>> cl.traces.write_mooncake(requests, "trace.jsonl")
+        >>> list(cl.traces.read_mooncake("trace.jsonl")) == requests
+        True
     """
     with Path(path).open("w", encoding="utf-8") as file:
         for number, request in enumerate(requests):

@@ -62,6 +62,14 @@ def replay(
             affinity; while reading, a request with neither ids nor hit, whose ids do not fit its length or, where that
             is checked, are no chain, without a timestamp where there is a time to live, or without a session where
             sessions have affinity.
+
+    Example:
+        >>> lists = (1, 2), (1, 3), (1, 2, 4)
+        >>> requests = [cl.traces.Request(None, 512 * len(ids), None, ids, None) for ids in lists]
+        >>> list(cl.traces.replay(requests))
+        [(1024, 0), (1024, 512), (1536, 1024)]
+        >>> list(cl.traces.replay(requests, capacity_tokens=1024))  # block 2 had to go for block 3
+        [(1024, 0), (1024, 512), (1536, 512)]
     """
     block_size = _checks.integer("block_size", block_size, 1)
     if capacity_tokens is not None:

@@ -23,6 +23,11 @@ class Request(NamedTuple):
         block_ids: one id per block of the prompt, an id standing for the block and all before it; None without ids.
         hit_tokens: the hit where the trace records it; None if it does not.
         session, model, tenant: whose request it is; None where the file does not say.
+
+    Example:
+        >>> request = cl.traces.Request(0.0, 1024, output_tokens=None, block_ids=(1, 2), hit_tokens=None)
+        >>> list(cl.traces.replay([request, request]))  # the last token is always computed
+        [(1024, 0), (1024, 1023)]
     """
 
     timestamp: float | None
@@ -43,6 +48,11 @@ class Totals(NamedTuple):
         requests: how many; None where the log does not say.
         tokens, hit_tokens: sum of N, sum of H.
         model, tenant: whose requests they are; None where the log does not say.
+
+    Example:
+        >>> hour = cl.traces.Totals(timestamp=0.0, requests=2, tokens=16, hit_tokens=8)
+        >>> hour.hit_tokens / hour.tokens
+        0.5
     """
 
     timestamp: float | None
@@ -60,6 +70,11 @@ class TraceError(ValueError):
         path: the file as given.
         line: its number from 1; of an array or a table, the number of the entry.
         field: the field at fault, or "line" for the line as a whole.
+
+    Example:
+        >>> error = cl.traces.TraceError("log.jsonl", 3, "input_tokens", "missing")
+        >>> str(error), error.line
+        ('log.jsonl, line 3, input_tokens: missing', 3)
     """
 
     def __init__(self, path: str, line: int, field: str, fault: str, unit: str = "line") -> None:

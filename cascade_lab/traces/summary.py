@@ -30,6 +30,11 @@ class ModelShape(NamedTuple):
         region: keys that a row sees; in a `Mixture` each layer's region counts once.
         mla: latent attention in place of keys and values per head, computed expanded; None without.
         q_rank: width of the latent queries with it; 0 for full ones.
+
+    Example:
+        >>> shape = cl.traces.MODELS["Llama-3.1-8B"]
+        >>> shape.pair_flops, f"{shape.alpha(8192):.3f}"  # attention's share of a prefill of 8192 tokens
+        (524288, '0.133')
     """
 
     name: str
@@ -155,6 +160,13 @@ class TraceSummary:
             share of attention without hits; "at the mean length" takes a of one request of the mean length instead;
             "bucketed per request" sums (1 - h)(1 + alpha(N) h) over requests, by their FLOPs. Where the region is not
             dense causal, "attention, 1-h at X" is held against attention_remaining too.
+
+    Example:
+        >>> summary = cl.traces.summarize([(100, 90), (1000, 0)])
+        >>> f"{summary.request_hit:.2f} {summary.token_hit:.3f} {summary.rms_hit:.3f}"
+        '0.45 0.082 0.090'
+        >>> f"{summary.errors['attention, 1-h^2 at request_hit']:.0%}"  # by the mean of ratios, of the attention left
+        '-20%'
     """
 
     requests: int
@@ -186,6 +198,11 @@ def summarize(
     Raises:
         TypeError, ValueError: an empty trace, a pair that is no such pair of integers, a model whose sizes are none, or
             a region none of whose rows sees a key.
+
+    Example:
+        >>> summary = cl.traces.summarize([(8, 4), (16, 12)])
+        >>> summary.linear_remaining, summary.attention_remaining  # (4 + 4) / 24, and (26 + 58) / (36 + 136)
+        (Fraction(1, 3), Fraction(21, 43))
     """
     sums = Sums(model, region)
     rest = iter(pairs.tolist() if isinstance(pairs, np.ndarray) and pairs.dtype.kind in "iu" else pairs)
@@ -199,6 +216,12 @@ class Sums:
 
     Attributes:
         requests: how many so far.
+
+    Example:
+        >>> sums = cl.traces.Sums()
+        >>> sums.add([8, 16], [4, 12])
+        >>> sums.requests, sums.summary().pairs_left
+        (2, 84)
     """
 
     def __init__(self, model: ModelShape | None = None, region: Region | None = None) -> None:
@@ -264,7 +287,14 @@ class Sums:
 
 
 def formula_errors(summary: TraceSummary) -> dict[str, float]:
-    """Relative errors of formulas that know a trace by its means; see `TraceSummary.errors`."""
+    """Relative errors of formulas that know a trace by its means; see `TraceSummary.errors`.
+
+    Example:
+        >>> summary = cl.traces.summarize([(100, 90), (1000, 0)])
+        >>> errors = cl.traces.formula_errors(summary)
+        >>> {name: round(error, 2) for name, error in errors.items() if "1-h^2" in name and "rms" not in name}
+        {'attention, 1-h^2 at token_hit': 0.0, 'attention, 1-h^2 at request_hit': -0.2}
+    """
     exact = float(summary.attention_remaining)
     means = {"token_hit": summary.token_hit, "request_hit": summary.request_hit, "rms_hit": summary.rms_hit}
     errors = {f"attention, 1-h^2 at {name}": _relative(1 - h * h, exact) for name, h in means.items()}

@@ -393,6 +393,7 @@ def test_a_site_shows_only_what_was_executed_and_holds(checkout, tmp_path, capsy
 
 def test_the_reference_shows_what_each_module_lists_and_nothing_else(pages):
     index = pages["api/index.html"]
+    assert "import cascade_lab as cl" in index.text  # what the examples begin with
     assert [heading.get_text() for heading in index.find_all("h2")] == [*layout.PUBLIC, "In cascade_lab itself"]
     for heading, names in zip(index.find_all("h2"), layout.PUBLIC.values(), strict=False):
         table = heading.find_next("dl")

@@ -181,9 +181,9 @@ ROWS = {
     ),
     "prefix.PrefixHitBatch.prefix_slots": Row(HITS.prefix_slots, dict(r=1), dict(r=0), optional=("r",)),
     "prefix.PrefixHitBatch.suffix_slots": Row(HITS.suffix_slots, dict(r=1), dict(r=0), optional=("r",)),
-    "prefix.interactions": Row(cl.interactions, dict(n=8, hit=3), dict(n=0, hit=0)),
-    "prefix.remaining": Row(cl.remaining, dict(n=8, hit=3), dict(n=1, hit=0)),
-    "prefix.linear_remaining": Row(cl.linear_remaining, dict(n=8, hit=3), dict(n=1, hit=0)),
+    "prefix.interactions": Row(cl.interactions, dict(n=8, hit=3), dict(n=0, hit=0), elementwise=("n", "hit")),
+    "prefix.remaining": Row(cl.remaining, dict(n=8, hit=3), dict(n=1, hit=0), elementwise=("n", "hit")),
+    "prefix.linear_remaining": Row(cl.linear_remaining, dict(n=8, hit=3), dict(n=1, hit=0), elementwise=("n", "hit")),
     "prefix.remaining_scattered": Row(lambda n: cl.remaining_scattered(n, [(1, 3)]), dict(n=8), dict(n=1)),
     "prefix.remaining_scattered, intervals": Row(
         lambda intervals: cl.remaining_scattered(8, [(1, intervals)]), dict(intervals=5), dict(intervals=0)

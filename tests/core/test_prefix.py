@@ -49,6 +49,49 @@ def test_interactions_equal_the_mask_written_out():
             assert interactions(n, hit) == int(mask.sum())
 
 
+def test_arrays_are_taken_element_by_element():
+    n, hit = np.array([[8, 30000], [1, 7]]), np.array([4, 0])
+    wide = np.broadcast_to(hit, n.shape)
+    pairs = list(zip(n.ravel().tolist(), wide.ravel().tolist(), strict=True))
+    pairs = [(a, min(a, b)) for a, b in pairs]
+    hit = np.array([b for _, b in pairs]).reshape(n.shape)
+    for function in (interactions, remaining, linear_remaining):
+        found = function(n, hit)
+        assert isinstance(found, np.ndarray)
+        assert found.shape == n.shape
+        assert found.ravel().tolist() == [float(function(a, b)) for a, b in pairs]
+    assert interactions(np.array([8, 5])).tolist() == [36, 15]
+    assert interactions(9, np.array([0, 4, 9])).tolist() == [interactions(9, h) for h in (0, 4, 9)]
+    assert remaining(np.array([8, 16], np.uint8), 4).tolist() == [float(remaining(8, 4)), float(remaining(16, 4))]
+    assert linear_remaining(np.array([8, 200], np.uint8), np.array([8, 100])).tolist() == [0.0, 0.5]
+    h = np.array([[0.0, 0.5], [0.25, 1.0]])
+    assert remaining_limit(h).tolist() == [[1.0, 0.75], [0.9375, 0.0]]
+
+
+def test_arrays_whose_sums_pass_64_bits_stay_exact():
+    n = np.array([2**62, 5])
+    assert interactions(n, np.array([3, 5])).tolist() == [2**61 * (2**62 + 1) - 6, 0]
+    assert interactions(2**62, np.array([3])).tolist() == [2**61 * (2**62 + 1) - 6]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: interactions(np.array([8, 3]), np.array([4, 4])), ValueError, "hit: expected at most n = 3, given 4"),
+        (lambda: remaining(np.array([8, 3]), np.array([1, 2, 3])), ValueError, r"n \(2,\), given \(3,\)"),
+        (lambda: interactions(np.array([8.0]), 4), TypeError, "n: expected integers, given an array of float64"),
+        (lambda: linear_remaining(8, np.array([True])), TypeError, "hit: expected integers, given an array of bool"),
+        (lambda: remaining(np.array([8, 0]), 0), ValueError, "n: expected numbers >= 1, given 0"),
+        (lambda: remaining_limit(np.array([0.5, 1.5])), ValueError, r"h: expected numbers in \[0, 1\], given 1.5"),
+        (lambda: remaining_limit(np.array([np.nan])), ValueError, r"h: expected numbers in \[0, 1\], given nan"),
+        (lambda: remaining_limit(np.array(["0.5"])), TypeError, "h: expected numbers, given an array"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
 def test_interactions_equal_row_sums_up_to_600():
     for n in (1, 2, 127, 128, 129, 600):
         assert [interactions(n, hit) for hit in range(n + 1)] == [pairs_row_by_row(n, hit) for hit in range(n + 1)]

@@ -32,6 +32,12 @@ class Format:
         session_clock: times count from each session's start.
         deltas: a row holds the tokens that its turn adds to its session.
         estimated: what of the numbers is an estimate, in words.
+
+    Example:
+        >>> fields = {"input_tokens": "fresh + cached", "hit_tokens": "cached"}
+        >>> ours = cl.traces.Format("ours", "a request", "our documentation", fields, needs=("fresh", "cached"))
+        >>> ours.gives, ours.missing({"cached": 3})
+        ('hits', ['fresh'])
     """
 
     name: str
