@@ -48,6 +48,10 @@ def register(name: str = "cascade_lab", *, backend: str = "auto") -> str:
 
     Raises:
         ImportError: transformers is not installed.
+
+    Example:
+        >>> cl.hf.register()  # then model.set_attn_implementation("cascade_lab")
+        'cascade_lab'
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -98,6 +102,12 @@ def attention_forward(
     Raises:
         TypeError, ValueError: as `attention`; a mask that adds finite numbers, that differs between heads, or of
             another shape; dropout, a position bias, or weights asked for.
+
+    Example:
+        >>> q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
+        >>> o, _ = cl.hf.attention_forward(torch.nn.Module(), q, k, v)  # causal, as transformers' layers are
+        >>> o.shape, torch.allclose(o[0, 0, 2], v[0, 1, 0], atol=1e-6)  # row 0 of head 2 sees key 0 of KV head 1 alone
+        (torch.Size([1, 3, 4, 8]), True)
     """
     if dropout:
         raise ValueError(f"dropout: expected 0, given {dropout}; set attention_dropout = 0 or call model.eval()")
@@ -223,6 +233,17 @@ class PagedModel:
         model: as given, with this package's attention from now on.
         k_caches, v_caches: per layer `[num_pages, page_size, H_kv, D]`.
         page_size, num_pages, backend: as given.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2)
+        >>> model = cl.hf.PagedModel(LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).eval(), 4)
+        >>> batch, tokens = cl.PrefixHitBatch([9, 5], [0, 0]), torch.randint(61, (14,))
+        >>> logits = model.prefill(batch, tokens)
+        >>> again = cl.PrefixHitBatch([9, 5], [4, 3], page_table=batch.page_table)  # the same prompts, partly cached
+        >>> rest = model.prefill(again, torch.cat((tokens[4:9], tokens[12:])))
+        >>> torch.allclose(rest, torch.cat((logits[4:9], logits[12:])), atol=1e-5)
+        True
     """
 
     def __init__(self, model: PreTrainedModel, num_pages: int, page_size: int = 16, *, backend: str = "auto"):

@@ -16,7 +16,8 @@ from cascade_lab.book.layout import PUBLIC
 
 MODULES = [name for names in PUBLIC.values() for name in names]
 # recorded are interpreted launches alone
-NEEDS = {"evidence.reads": "interpreted"}
+MODES = {"evidence.reads": "interpreted"}
+PACKAGES = {"hf": "transformers"}
 
 
 def public(name):
@@ -39,8 +40,10 @@ def failures(text, name="example"):
 def test_examples_of_a_module_run_as_shown(name, tmp_path, monkeypatch):
     from cascade_lab.evidence import claims
 
-    if NEEDS.get(name, runtime.triton_mode()) != runtime.triton_mode():
-        pytest.skip(f"needs kernels that are {NEEDS[name]}")
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    if MODES.get(name, runtime.triton_mode()) != runtime.triton_mode():
+        pytest.skip(f"needs kernels that are {MODES[name]}")
     monkeypatch.chdir(tmp_path)
     for one, thing in public(name):
         monkeypatch.setattr(claims, "_claims_here", {})
