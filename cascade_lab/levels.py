@@ -31,7 +31,7 @@ from cascade_lab import _checks, paging, runtime
 from cascade_lab._passes import check_heads, check_pass, run_passes
 from cascade_lab.backends import Call
 from cascade_lab.paging import Layout
-from cascade_lab.regions import floor_sum
+from cascade_lab.regions import _floor_sum
 from cascade_lab.states import State
 
 __all__ = ["Ledger", "Level", "cascade_attention", "check_plan", "ledger", "shared_prefix_levels", "sharing_order"]
@@ -491,7 +491,7 @@ def _causal_tile_tokens(rows: int, keys: int, block_m: int, group: int) -> int:
     count = tiles - first
     if count <= 0:
         return keys
-    return keys + floor_sum(count, block_m, first * block_m - 1 + behind * group, group)
+    return keys + _floor_sum(count, block_m, first * block_m - 1 + behind * group, group)
 
 
 def ledger(levels: Sequence[Level], *, num_q_heads: int = 1, num_kv_heads: int = 1) -> Ledger:

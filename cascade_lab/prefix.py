@@ -23,7 +23,7 @@ import torch
 
 from cascade_lab import _checks, paging
 from cascade_lab.levels import Level, shared_prefix_levels
-from cascade_lab.regions import Count, Dense, _check_hit, floor_sum, triangle
+from cascade_lab.regions import Count, Dense, _check_hit, _floor_sum, triangle
 
 __all__ = [
     "ENGINE_RULES",
@@ -230,13 +230,13 @@ def executed_tiles(n: int, hit: int, block_m: int, block_n: int, group: int = 1,
     tiles, unit = -(-(n - hit) * group // block_m), group * block_n
     if tiles == 0:
         return 0
-    behind = floor_sum(tiles - 1, block_m, hit * group + block_m + unit - 1, unit) + -(-n // block_n)
+    behind = _floor_sum(tiles - 1, block_m, hit * group + block_m + unit - 1, unit) + -(-n // block_n)
     if window is None:
         return behind
     # tiles in front: floor((first row + hit + 1 - window) / block_n), counted from where that is not negative
     start = (hit + 1 - window) * group
     skipped = max(0, -(start // block_m)) if start < 0 else 0
-    return behind - floor_sum(max(0, tiles - skipped), block_m, start + skipped * block_m, unit)
+    return behind - _floor_sum(max(0, tiles - skipped), block_m, start + skipped * block_m, unit)
 
 
 def tile_remaining(

@@ -150,7 +150,7 @@ def triangle(n: Count) -> Count:
     return n * (n + 1) // 2
 
 
-def floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
+def _floor_sum(count: int, slope: int, offset: int, divisor: int) -> int:
     """Sum of floor((slope i + offset) / divisor) over i = 0..count - 1, all >= 0, by Euclid's steps."""
     total = 0
     while count > 0:
