@@ -319,7 +319,7 @@ def is_traced() -> bool:
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_transforms(function: str) -> None:
@@ -328,7 +328,7 @@ def refuse_transforms(function: str) -> None:
     Raises:
         RuntimeError: a transform of torch.func is at work.
     """
-    if not torch.compiler.is_compiling() and is_transformed():
+    if is_transformed():
         raise RuntimeError(
             f"{function} takes no transform of torch.func (grad, vjp, jvp, vmap, ...); use torch.autograd.grad, and in "
             f"place of vmap more requests of one call, packed by cu_seqlens_q and page_table"
