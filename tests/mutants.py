@@ -429,4 +429,21 @@ MUTANTS = (
         "7.7",
         "core/test_paging.py::test_slots_start_at_whole_pages_not_at_the_sum_of_lengths",
     ),
+    # a model of transformers
+    Mutant(
+        "reads of every layer counted on the first",
+        "hf.py",
+        "else self.reads[layer]",
+        "else self.reads[0]",
+        "8.8",
+        "core/test_hf.py::test_rounds_of_tree_verification_end_where_greedy_decoding_does[Llama-cascade]",
+    ),
+    Mutant(
+        "accepted states left where they were drafted",
+        "drafts.py",
+        "moved = node != step",
+        "moved = node < 0",
+        "8.3",
+        "core/test_hf.py::test_rounds_of_tree_verification_end_where_greedy_decoding_does[Llama-fused]",
+    ),
 )

@@ -184,6 +184,29 @@ PARAMETER_SETS["07_kernel_walk"] = {
         "page_size": 128,
     },
 }
+PARAMETER_SETS["08_speculative_round"] = {
+    "two wide branches of single drafts, no hit, single tokens as pages": {
+        "seed": 3,
+        "prompt_lengths": [5, 34, 2],
+        "hits": [0, 33, 0],
+        "topk": 2,
+        "steps": 1,
+        "new_tokens": 3,
+        "page_size": 1,
+        "layers": 3,
+        "num_kv_heads": 1,
+    },
+    "long branches, every head its own kv head, long pages": {
+        "seed": 4,
+        "prompt_lengths": [40, 3],
+        "hits": [1, 2],
+        "topk": 4,
+        "steps": 4,
+        "new_tokens": 6,
+        "page_size": 32,
+        "num_q_heads": 2,
+    },
+}
 # `make test` executes every notebook once, as it is committed, and these once more; the others are left to test-all.
 QUICK = {
     "01_lse_splitting": "one kv head, odd head dim, single tokens as pages",

@@ -31,6 +31,7 @@ QUICK = [
         "a request hits the blocks it brings",
         "a merge's way back left out of the bytes sent",
         "tokens one place late in their page",
+        "reads of every layer counted on the first",
     )
 ]
 
