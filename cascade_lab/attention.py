@@ -15,6 +15,7 @@ import torch
 from cascade_lab._passes import check_heads, check_pass, run_passes
 from cascade_lab.backends import Call
 from cascade_lab.paging import Layout
+from cascade_lab.runtime import Backend
 from cascade_lab.states import State
 
 __all__ = ["attention"]
@@ -42,7 +43,7 @@ def attention(
     out_dtype: torch.dtype | None = None,
     reads: torch.Tensor | None = None,
     layout: Layout = "NHD",
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> State:
     """Attention of packed, ragged query rows over a paged KV cache, as a mergeable state.
 

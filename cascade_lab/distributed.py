@@ -23,6 +23,7 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from cascade_lab.backends import Call
 from cascade_lab.levels import Level, _attend_levels, _checked_plan
 from cascade_lab.sharding import (
     Shard,
+    TokenLayout,
     _check_counted_once,
     _check_rank,
     _check_replicated,
@@ -57,9 +59,11 @@ __all__ = [
     "sharded_attention",
 ]
 
-MODES = ("all", "scatter")
+Mode = Literal["all", "scatter"]
+Algorithm = Literal["auto", "gather", "reduce", "exchange"]
+MODES: tuple[Mode, ...] = ("all", "scatter")
 """Where the merged rows go: all of them to all ranks, or to each rank its share."""
-ALGORITHMS = ("auto", "gather", "reduce", "exchange")
+ALGORITHMS: tuple[Algorithm, ...] = ("auto", "gather", "reduce", "exchange")
 """How states travel in `merge_across_ranks`; "auto" takes the one that sends least."""
 WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """What partial outputs may be sent as."""
@@ -73,12 +77,12 @@ _MERGE = "merge_across_ranks"
 def merge_across_ranks(
     state: State,
     group: dist.ProcessGroup | None = None,
-    mode: str = "all",
+    mode: Mode = "all",
     *,
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     wire_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: runtime.Backend = "auto",
 ) -> State:
     """Merge the states of all ranks, over disjoint key sets, into the state over their union.
 
@@ -127,7 +131,7 @@ def merge_bytes(
     D: int,
     world_size: int,
     *,
-    mode: str = "all",
+    mode: Mode = "all",
     wire_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype = torch.float32,
     lse_dtype: torch.dtype = torch.float32,
@@ -220,15 +224,15 @@ def sharded_attention(
     *,
     replicated: Collection[int] = (),
     group: dist.ProcessGroup | None = None,
-    mode: str = "all",
-    algorithm: str = "auto",
+    mode: Mode = "all",
+    algorithm: Algorithm = "auto",
     wire_dtype: torch.dtype | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
     reads: Tensor | None = None,
-    backend: str = "auto",
+    backend: runtime.Backend = "auto",
 ) -> State:
     """Attention of the same rows on every rank over keys that are sharded by sequence: decode and verify.
 
@@ -305,13 +309,13 @@ def ring_attention(
     prompt_lens: Sequence[int],
     *,
     group: dist.ProcessGroup | None = None,
-    layout: str = "zigzag",
+    layout: TokenLayout = "zigzag",
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
     reads: Tensor | None = None,
-    backend: str = "auto",
+    backend: runtime.Backend = "auto",
 ) -> State:
     """Causal prefill with rows and keys sliced over ranks; keys pass round in a ring and meet every row once.
 

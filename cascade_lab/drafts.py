@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,9 +42,11 @@ __all__ = [
     "pack_mask",
 ]
 
-PLANS = ("naive", "cascade", "fused")
+Plan = Literal["naive", "cascade", "fused"]
+Rows = Literal["branch", "leaf", "node"]
+PLANS: tuple[Plan, ...] = ("naive", "cascade", "fused")
 """What `VerifyBatch.levels` may be asked for."""
-ROWS = ("branch", "leaf", "node")
+ROWS: tuple[Rows, ...] = ("branch", "leaf", "node")
 """What a virtual request of `VerifyBatch` is: a branch with the rows of its path, its leaf's row, or a node's row."""
 
 
@@ -609,7 +611,7 @@ class VerifyBatch:
         prefix_lens: Sequence[int],
         trees: Sequence[DraftTree | None],
         page_size: int = 16,
-        rows: str = "node",
+        rows: Rows = "node",
         *,
         shared_prefix_len: int = 0,
         page_table: torch.Tensor | None = None,
@@ -780,7 +782,7 @@ class VerifyBatch:
         both = paging.token_slots(self.page_table, r, int(self._prefix[r] + self._nodes[r]), self.page_size)
         return both[int(self._prefix[r]) :]
 
-    def levels(self, plan: str) -> tuple[Level, ...]:
+    def levels(self, plan: Plan) -> tuple[Level, ...]:
         """The levels of one plan; the state of any plan is the same.
 
         Args:
@@ -934,7 +936,7 @@ class VerifyBatch:
             self._to_tensor(np.setdiff1d(before[before >= 0], table)),
         )
 
-    def copied_tails(self, plan: str = "naive") -> CopiedTails:
+    def copied_tails(self, plan: Literal["naive", "cascade"] = "naive") -> CopiedTails:
         """The naive or cascade plan in whole pages: every virtual request owns the pages of its tail and its path.
 
         The tail is the part of the prefix that does not fill a page. A virtual request whose path already lies right

@@ -15,15 +15,15 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cascade_lab import _checks, paging, runtime
 from cascade_lab.attention import attention
-from cascade_lab.drafts import VerifyBatch, pack_mask
+from cascade_lab.drafts import Plan, VerifyBatch, pack_mask
 from cascade_lab.levels import Level, cascade_attention
-from cascade_lab.prefix import PrefixHitBatch
+from cascade_lab.prefix import PrefillPlan, PrefixHitBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ __all__ = ["PagedModel", "attention_forward", "register"]
 UNKNOWN_TERMS = ("position_bias", "head_mask")
 
 
-def register(name: str = "cascade_lab", *, backend: str = "auto") -> str:
+def register(name: str = "cascade_lab", *, backend: runtime.Backend = "auto") -> str:
     """Make `attention_forward` an attention implementation of transformers, with the masks it takes.
 
     Afterwards `model.set_attn_implementation(name)`, or `attn_implementation=name` where a model is made, chooses it.
@@ -75,9 +75,9 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    backend: str = "auto",
+    backend: runtime.Backend = "auto",
     paged: _Step | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: of Llama, Qwen, Mistral, Gemma, GPT-OSS and others of this form.
 
@@ -246,7 +246,9 @@ class PagedModel:
         True
     """
 
-    def __init__(self, model: PreTrainedModel, num_pages: int, page_size: int = 16, *, backend: str = "auto"):
+    def __init__(
+        self, model: PreTrainedModel, num_pages: int, page_size: int = 16, *, backend: runtime.Backend = "auto"
+    ):
         """Allocate the caches on the model's device, in its dtype.
 
         Args:
@@ -330,7 +332,12 @@ class PagedModel:
         return out.logits[0]
 
     def prefill(
-        self, batch: PrefixHitBatch, tokens: torch.Tensor, plan: str = "causal", *, reads: torch.Tensor | None = None
+        self,
+        batch: PrefixHitBatch,
+        tokens: torch.Tensor,
+        plan: PrefillPlan = "causal",
+        *,
+        reads: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits `[T, V]` of the tokens behind each hit, `tokens` `[T]`, request after request; hits may be 0.
 
@@ -339,7 +346,7 @@ class PagedModel:
         """
         return self(tokens, batch.positions, batch.suffix_slots(), batch.levels(plan), reads=reads)
 
-    def verify(self, batch: VerifyBatch, plan: str, *, reads: torch.Tensor | None = None) -> torch.Tensor:
+    def verify(self, batch: VerifyBatch, plan: Plan, *, reads: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, V]` of the rows of a batch of draft trees, by this plan; what `batch.accept` takes the argmax of.
 
         Raises:

@@ -95,7 +95,7 @@ def cascade_attention(
     out_dtype: torch.dtype | None = None,
     reads: torch.Tensor | None = None,
     layout: Layout = "NHD",
-    backend: str = "auto",
+    backend: runtime.Backend = "auto",
 ) -> State:
     """Attention of the same rows over several levels of keys, merged.
 

@@ -36,12 +36,18 @@ __all__ = [
     "write",
 ]
 
-LAYOUTS = ("NHD", "HND")
-"""Orders of a cache's dims: tokens of a page before KV heads, or behind them."""
 Layout = Literal["NHD", "HND"]
+LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
+"""Orders of a cache's dims: tokens of a page before KV heads, or behind them."""
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
 
 
+@overload
+def pages_needed(length: int, page_size: int) -> int: ...
+@overload
+def pages_needed(length: torch.Tensor, page_size: int) -> torch.Tensor: ...
+@overload
+def pages_needed(length: np.ndarray, page_size: int) -> np.ndarray: ...
 def pages_needed(length: int | torch.Tensor | np.ndarray, page_size: int) -> int | torch.Tensor | np.ndarray:
     """Pages that hold `length` tokens: ceil(length / page_size), 0 for length 0; elementwise for a tensor or array.
 

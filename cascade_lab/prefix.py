@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import overload
+from typing import Literal, overload
 
 import numpy as np
 import torch
@@ -46,11 +46,14 @@ __all__ = [
     "uniform_scaling_errors",
 ]
 
-KINDS = ("interaction", "linear", "fixed", "transfer", "other")
+Kind = Literal["interaction", "linear", "fixed", "transfer", "other"]
+EngineRule = Literal["whole pages", "never the last page"]
+PrefillPlan = Literal["causal", "split", "shared"]
+KINDS: tuple[Kind, ...] = ("interaction", "linear", "fixed", "transfer", "other")
 """What a bucket of prefill time may scale with, as `scale_breakdown` takes it."""
-ENGINE_RULES = ("whole pages", "never the last page")
+ENGINE_RULES: tuple[EngineRule, ...] = ("whole pages", "never the last page")
 """How engines cut a match down to the hit that they use, as `effective_hit` takes it."""
-PREFILL_PLANS = ("causal", "split", "shared")
+PREFILL_PLANS: tuple[PrefillPlan, ...] = ("causal", "split", "shared")
 """What `PrefixHitBatch.levels` may be asked for."""
 TTFT_TERMS = {
     "dense causal interactions": "interaction_scale",
@@ -261,7 +264,7 @@ def tile_remaining(
     )
 
 
-def effective_hit(cached_tokens: int, n: int, page_size: int = 1, *, rule: str = "whole pages") -> int:
+def effective_hit(cached_tokens: int, n: int, page_size: int = 1, *, rule: EngineRule = "whole pages") -> int:
     """Tokens that an engine really reuses: min(cached_tokens, n - 1) floored to whole pages.
 
     At least one token is always computed, for its logits are needed.
@@ -457,7 +460,7 @@ class PrefixHitBatch:
         """
         return self._slots(r, self.hits, self.prompt_lens)
 
-    def levels(self, plan: str = "causal") -> tuple[Level, ...]:
+    def levels(self, plan: PrefillPlan = "causal") -> tuple[Level, ...]:
         """The levels of one plan; the state of any plan is the same, and so are its pairs.
 
         Args:
@@ -587,7 +590,7 @@ def hand_over(
     n: int,
     page_size: int = 1,
     *,
-    rule: str = "whole pages",
+    rule: EngineRule = "whole pages",
     replay_tokens: int = 0,
     expands_latents: bool = False,
     kv_bytes_per_token: int = 0,

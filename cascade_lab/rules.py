@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cascade_lab import _checks
-from cascade_lab.drafts import DraftTree, VerifyBatch
+from cascade_lab.drafts import DraftTree, Plan, Rows, VerifyBatch
 from cascade_lab.trigger import DeviceModel, should_cascade
 
 __all__ = ["RuleRow", "flashinfer_rule", "rule_table", "sglang_rule", "vllm_rule"]
@@ -123,7 +123,7 @@ class RuleRow:
     topk: int
     batch: int
     cascade: bool
-    plan: str
+    plan: Plan
     speedup: float
     sglang: bool
     vllm: bool
@@ -141,7 +141,7 @@ def rule_table(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
-    rows: str = "branch",
+    rows: Rows = "branch",
 ) -> list[RuleRow]:
     """The engines' rules beside the prediction over (L, topk, batch), for virtual requests as `rows` says.
 

@@ -21,6 +21,7 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
+from typing import Literal
 
 import torch
 from torch.autograd import forward_ad
@@ -40,7 +41,8 @@ __all__ = [
 
 SWITCH = "TRITON_INTERPRET"
 TARGET = "CASCADE_LAB_TARGET"
-BACKENDS = ("auto", "triton", "torch")
+Backend = Literal["auto", "triton", "torch"]
+BACKENDS: tuple[Backend, ...] = ("auto", "triton", "torch")
 """What a call's `backend` may be."""
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,9 +41,11 @@ __all__ = [
     "split_tokens",
 ]
 
-PAGE_LAYOUTS = ("contiguous", "interleaved")
+PageLayout = Literal["contiguous", "interleaved"]
+TokenLayout = Literal["contiguous", "zigzag"]
+PAGE_LAYOUTS: tuple[PageLayout, ...] = ("contiguous", "interleaved")
 """How `shard_levels` deals pages to ranks: in runs, or in turns."""
-TOKEN_LAYOUTS = ("contiguous", "zigzag")
+TOKEN_LAYOUTS: tuple[TokenLayout, ...] = ("contiguous", "zigzag")
 """How `split_tokens` deals a prompt to ranks: in runs, or each rank an early and a late slice."""
 
 Slices = tuple[tuple[int, int], ...]
@@ -83,7 +86,7 @@ def shard_levels(
     rank: int,
     world_size: int,
     *,
-    layout: str = "contiguous",
+    layout: PageLayout = "contiguous",
     replicated: Collection[int] = (),
 ) -> Shard:
     """Deal the pages of a plan out to ranks, by their place in each request.
@@ -159,7 +162,7 @@ def _deal_level(level: Level, rank: int, world_size: int) -> Level:
     return replace(level, cache_seqlens=torch.where(own, level.cache_seqlens, 0), tail_seqlens=tails)
 
 
-def split_tokens(n: int, world_size: int, layout: str = "zigzag") -> tuple[Slices, ...]:
+def split_tokens(n: int, world_size: int, layout: TokenLayout = "zigzag") -> tuple[Slices, ...]:
     """The half-open slices [start, stop) of a prompt's n tokens that each rank holds, rising.
 
     "contiguous": rank r has [r n // W, (r + 1) n // W). "zigzag": of 2W such slices rank r has r and 2W - 1 - r,
@@ -181,7 +184,9 @@ def split_tokens(n: int, world_size: int, layout: str = "zigzag") -> tuple[Slice
     return tuple((slices[r], slices[-1 - r]) for r in range(world_size))
 
 
-def rank_pairs(n: int, world_size: int, layout: str = "zigzag", region: Region | None = None) -> tuple[int, ...]:
+def rank_pairs(
+    n: int, world_size: int, layout: TokenLayout = "zigzag", region: Region | None = None
+) -> tuple[int, ...]:
     """Exact pairs of each rank's rows: the sum of F(stop) - F(start) over its slices, F the region's total.
 
     Args:
@@ -217,7 +222,7 @@ def imbalance(pairs: Sequence[int]) -> Fraction:
 
 
 def ring_levels(
-    prompt_lens: Sequence[int], rank: int, holder: int, world_size: int, layout: str = "zigzag"
+    prompt_lens: Sequence[int], rank: int, holder: int, world_size: int, layout: TokenLayout = "zigzag"
 ) -> tuple[Level, ...]:
     """The passes of one rank's rows over the keys that `holder` holds, as levels over the holder's packed tokens.
 
@@ -305,7 +310,7 @@ def sharded_ledgers(
     levels: Sequence[Level],
     world_size: int,
     *,
-    layout: str = "contiguous",
+    layout: PageLayout = "contiguous",
     replicated: Collection[int] = (),
     bytes_sent: int | Sequence[int] = 0,
 ) -> list[RankLedger]:
@@ -339,7 +344,7 @@ def sharded_ledgers(
 
 
 def ring_ledgers(
-    prompt_lens: Sequence[int], world_size: int, *, layout: str = "zigzag", bytes_per_token: int
+    prompt_lens: Sequence[int], world_size: int, *, layout: TokenLayout = "zigzag", bytes_per_token: int
 ) -> list[RankLedger]:
     """The ledger of each rank of a prefill whose keys pass round; pairs add up to the prompts' interactions.
 
@@ -382,7 +387,7 @@ def _own_levels(shard: Shard, rank: int, world_size: int) -> list[Level]:
     ]
 
 
-def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: str = "zigzag") -> torch.Tensor:
+def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: TokenLayout = "zigzag") -> torch.Tensor:
     """Where the tokens that a rank holds stand among all prompts packed one after another, `[tokens]` int64.
 
     `q[held_rows(...)]` are the rank's rows in the order that `ring_levels` and `distributed.ring_attention` expect.
@@ -406,7 +411,7 @@ def held_rows(prompt_lens: Sequence[int], rank: int, world_size: int, layout: st
     return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
-def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: str = "zigzag") -> list[int]:
+def held_tokens(prompt_lens: Sequence[int], world_size: int, layout: TokenLayout = "zigzag") -> list[int]:
     """Tokens that each rank holds of all prompts.
 
     Raises:
@@ -476,7 +481,7 @@ def _check_counted_once(rectangles: np.ndarray) -> None:
         )
 
 
-def _own_pages(level: Level, rank: int, world_size: int, layout: str) -> Level:
+def _own_pages(level: Level, rank: int, world_size: int, layout: PageLayout) -> Level:
     """The level over the pages that `rank` owns, still in pages of the whole cache."""
     keys = level.cache_seqlens.cpu().numpy().astype(np.int64)
     table = level.page_table.cpu().numpy()

@@ -67,7 +67,7 @@ def merge_state(
     out: torch.Tensor | None = None,
     out_lse: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: runtime.Backend = "auto",
 ) -> State:
     """Merge two states over disjoint key sets into the state over their union.
 
@@ -131,7 +131,7 @@ def merge_states(
     lse: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: runtime.Backend = "auto",
 ) -> State:
     """Merge S states over disjoint key sets at once.
 

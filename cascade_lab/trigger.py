@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 import numpy as np
 import torch
 
 from cascade_lab import _checks
 from cascade_lab.backends.triton.config import MAX_HEAD_DIM, splits_for, tile_for
-from cascade_lab.drafts import PLANS, ROWS, VerifyBatch
+from cascade_lab.drafts import PLANS, ROWS, Plan, Rows, VerifyBatch
 from cascade_lab.levels import PassShape
 
 __all__ = [
@@ -138,7 +139,7 @@ class Prediction:
         6000
     """
 
-    plan: str
+    plan: Plan
     bytes: int
     compulsory_bytes: int
     reread_bytes: int
@@ -166,9 +167,9 @@ class Decision:
     """
 
     cascade: bool
-    plan: str
+    plan: Plan
     reason: str
-    predictions: Mapping[str, Prediction]
+    predictions: Mapping[Plan, Prediction]
 
 
 def should_cascade(
@@ -247,8 +248,8 @@ def break_even_prefix(
     head_dim: int,
     head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    rows: str = "branch",
-    plan: str = "cascade",
+    rows: Rows = "branch",
+    plan: Literal["cascade", "fused"] = "cascade",
     launches: Mapping[str, int] | None = None,
     max_prefix: int = 1 << 20,
 ) -> int | None:
@@ -314,9 +315,9 @@ def predict_branches(
     head_dim: int,
     head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    rows: str = "branch",
+    rows: Rows = "branch",
     launches: Mapping[str, int] | None = None,
-) -> dict[str, Prediction]:
+) -> dict[Plan, Prediction]:
     """The predictions of `should_cascade` for equal requests of disjoint branches, however many: no tree is built.
 
     Args:
@@ -415,7 +416,7 @@ class _Shape:
         return cls(*lengths, request, virtual_rows, paths, batch.rows == "branch")
 
     @classmethod
-    def branches(cls, length: int, topk: int, steps: int, batch: int, rows: str) -> _Shape:
+    def branches(cls, length: int, topk: int, steps: int, batch: int, rows: Rows) -> _Shape:
         """`batch` requests of topk disjoint branches of as many steps."""
         path = np.tile(np.arange(1, steps + 1), topk) if rows == "node" else np.full(topk, steps)
         own = path if rows == "branch" else np.ones_like(path)
@@ -428,7 +429,7 @@ class _Shape:
     def num_rows(self) -> int:
         return int(self.rows.sum())
 
-    def passes(self, plan: str) -> tuple[_Pass, ...]:
+    def passes(self, plan: Plan) -> tuple[_Pass, ...]:
         """The levels that `VerifyBatch.levels` would build, without their page tables."""
         drafts = int(self.nodes.sum())
         own = self.prefix - self.shared
@@ -450,7 +451,7 @@ class _Shape:
 
 def _predict(
     shape: _Shape, device: DeviceModel, heads: _Heads, launches: Mapping[str, int] | None
-) -> dict[str, Prediction]:
+) -> dict[Plan, Prediction]:
     if launches is not None and not isinstance(launches, Mapping):
         raise TypeError(f"launches: expected a mapping from plans to numbers, given {_checks.shown(launches)}")
     unknown = set(launches or {}) - set(PLANS)
@@ -460,7 +461,7 @@ def _predict(
     return {plan: _predict_plan(shape, plan, device, heads, launches.get(plan)) for plan in PLANS}
 
 
-def _predict_plan(shape: _Shape, plan: str, device: DeviceModel, heads: _Heads, launches: int | None) -> Prediction:
+def _predict_plan(shape: _Shape, plan: Plan, device: DeviceModel, heads: _Heads, launches: int | None) -> Prediction:
     passes = shape.passes(plan) if shape.num_rows else ()
     state_rows = shape.num_rows * heads.group * heads.num_kv
     query_bytes = state_rows * heads.dim * heads.itemsize

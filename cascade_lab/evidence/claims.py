@@ -27,13 +27,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
+from typing import Literal
 
 from cascade_lab.files import one_line
 
 __all__ = ["AtLeast", "AtMost", "Claim", "INSTRUMENTS", "VERDICTS", "claim", "claims_table"]
 
 MIME = "application/vnd.cascade-lab.claim+json"
-INSTRUMENTS = ("derived", "oracle", "counted", "timed", "recorded")
+Instrument = Literal["derived", "oracle", "counted", "timed", "recorded"]
+INSTRUMENTS: tuple[Instrument, ...] = ("derived", "oracle", "counted", "timed", "recorded")
 """What measured: exact arithmetic, the float64 oracle, a counter, a clock, or a stored measurement."""
 HOLDS, FAILS, NOT_MEASURED = "holds", "fails", "not measured here"
 VERDICTS = (HOLDS, FAILS, NOT_MEASURED)
@@ -133,7 +135,7 @@ def claim(
     measured: object,
     expected: object,
     tol: float | Fraction = 0,
-    instrument: str = "oracle",
+    instrument: Instrument = "oracle",
     magnitude: float | None = None,
     reason: str = "",
 ) -> None:

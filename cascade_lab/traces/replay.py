@@ -17,7 +17,7 @@ from cascade_lab.traces.request import BLOCK_SIZE, Request
 from cascade_lab.traces.seen import Seen
 
 Affinity = Literal["none", "session", "prefix"]
-AFFINITIES = ("none", "session", "prefix")
+AFFINITIES: tuple[Affinity, ...] = ("none", "session", "prefix")
 """How requests are given to workers, as `replay` takes it."""
 # requests, and block ids, that are looked up at once
 _REQUESTS, _IDS = 4096, 1 << 18
