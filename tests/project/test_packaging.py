@@ -200,8 +200,7 @@ def test_ci_runs_make_test_all():
     """F20 of tests/known_faults.md: where it runs elsewhere, with the small build of torch."""
     workflow = (CHECKOUT / ".github" / "workflows" / "ci.yml").read_text()
     assert 'python: ["3.11", "3.12"]' in workflow
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    tested = [name for name in project["classifiers"] if name.startswith("Programming Language :: Python :: 3.")]
+    tested = [name for name in PROJECT["classifiers"] if name.startswith("Programming Language :: Python :: 3.")]
     assert tested == [f"Programming Language :: Python :: {version}" for version in ("3.11", "3.12")]
     commands = ["make test-all TORCH=cpu", "make site browser-test"]
     assert re.findall(r"run: (make .*)$", workflow, re.MULTILINE) == commands
