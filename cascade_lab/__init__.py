@@ -13,6 +13,7 @@ from cascade_lab.applicability import check_applicability
 from cascade_lab.attention import attention
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.levels import Ledger, Level, cascade_attention, check_plan, ledger, shared_prefix_levels
+from cascade_lab.planning import Plan, plan
 from cascade_lab.prefix import (
     PrefixHitBatch,
     effective_hit,
@@ -62,6 +63,7 @@ __all__ = [
     "Level",
     "MLA",
     "NSA",
+    "Plan",
     "PrefixHitBatch",
     "SinkWindow",
     "SlidingWindow",
@@ -85,6 +87,7 @@ __all__ = [
     "lse_to_heads_first",
     "merge_state",
     "merge_states",
+    "plan",
     "prefix_hit_levels",
     "regions",
     "remaining",

@@ -27,6 +27,11 @@ INT32, INT64 = (torch.int32,), (torch.int64,)
 
 def run_passes(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> State:
     """Check what all passes share, run them over the same rows and merge their states; partials stay in float32."""
+    return State(*ops.dispatch(q, passes, check_call(q, passes, call)))
+
+
+def check_call(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> Call:
+    """The options of a call, checked and filled in."""
     backend = call.backend
     scale = q.shape[-1] ** -0.5 if call.softmax_scale is None else _in_float32("softmax_scale", call.softmax_scale)
     softcap = _in_float32("softcap", call.softcap)
@@ -48,8 +53,7 @@ def run_passes(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> State:
     k_scale, v_scale = (_check_scale(name, getattr(call, name), q, k_cache.shape[2]) for name in ("k_scale", "v_scale"))
     if torch.is_grad_enabled():
         _check_gradients(backend, q, k_cache, v_cache, sinks, k_scale, v_scale)
-    call = Call(scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale)
-    return State(*ops.dispatch(q, passes, call))
+    return Call(scale, softcap, num_splits, out_dtype, reads, backend, sinks, k_scale, v_scale)
 
 
 def check_heads(q, k_cache, v_cache, backend: str, layout: str = "NHD") -> tuple[str, torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ import torch
 
 from cascade_lab import _checks, paging, runtime
 from cascade_lab._passes import check_heads, check_pass, run_passes
-from cascade_lab.backends import Call
+from cascade_lab.backends import Call, Pass
 from cascade_lab.paging import Layout
 from cascade_lab.regions import _floor_sum
 from cascade_lab.states import State
@@ -148,7 +148,15 @@ def _attend_levels(
     whole: bool = True,
 ) -> State:
     """`cascade_attention`; not `whole` is a rank's part of a plan, whose rows have other keys elsewhere."""
-    backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, call.backend, layout)
+    passes, backend = passes_of(q, k_cache, v_cache, levels, call.backend, layout, window_size, whole)
+    return run_passes(q, passes, call._replace(backend=backend))
+
+
+def passes_of(
+    q, k_cache, v_cache, levels, backend: str, layout: Layout = "NHD", window_size=None, whole: bool = True
+) -> tuple[list[Pass], str]:
+    """The passes of a call over levels, all checked, and its backend."""
+    backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, backend, layout)
     if window_size not in (None, (-1, -1), [-1, -1], (None, None)):
         raise ValueError(
             f"window_size: expected (-1, -1), for a window moves with each row and levels are shared by rows, "
@@ -179,7 +187,7 @@ def _attend_levels(
         _check_own_keys(levels)
         if sum(level.page_table.numel() for level in levels) <= CHEAP_ENTRIES:
             _check_apart(levels)
-    return run_passes(q, passes, call._replace(backend=backend))
+    return passes, backend
 
 
 def _check_levels(levels: Sequence[Level]) -> None:

@@ -21,6 +21,7 @@ from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.evidence.driver import fake_device
 from cascade_lab.evidence.timing import ratios
 from cascade_lab.levels import cascade_attention
+from cascade_lab.planning import plan
 from cascade_lab.states import merge_state
 
 TARGET = "sm_90"
@@ -105,7 +106,11 @@ def _calls() -> dict[str, Callable[[], object]]:
         "cascade_attention, cascade": lambda: cascade_attention(q, k, v, cascade, backend="triton"),
         "merge_state": lambda: merge_state(*a, *b, backend="triton"),
     }
-    return {**calls, **{f"{name}, unchecked": _unchecked(call) for name, call in calls.items()}}
+    plans = {
+        name: plan(q, k, v, levels, backend="triton") for name, levels in (("fused", [fused]), ("cascade", cascade))
+    }
+    planned = {f"plan, {name}": lambda made=made: made(q, k, v) for name, made in plans.items()}
+    return {**calls, **{f"{name}, unchecked": _unchecked(call) for name, call in calls.items()}, **planned}
 
 
 def _unchecked(call: Callable[[], object]) -> Callable[[], object]:

@@ -74,7 +74,7 @@ ROOMS = {
 # what users may call, by what it serves; the names are those of each module's `__all__`
 PUBLIC = {
     "Claim 1: states and attention": ("states", "attention"),
-    "Claim 2: levels, drafts, and when a cascade pays": ("levels", "drafts", "trigger", "rules"),
+    "Claim 2: levels, drafts, and when a cascade pays": ("levels", "planning", "drafts", "trigger", "rules"),
     "Claim 3: what a prefix hit is worth": ("prefix", "applicability", "regions", "calibration"),
     "Traces": ("traces",),
     "Across ranks": ("sharding", "distributed"),

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from cascade_lab import attention, cascade_attention, ledger, merge_state, merge_states, runtime
+from cascade_lab import attention, cascade_attention, ledger, merge_state, merge_states, plan, runtime
 from cascade_lab.drafts import DraftTree, VerifyBatch
 from cascade_lab.evidence.compiled import Work, odd_works, table_works
 from cascade_lab.evidence.driver import fake_device
@@ -16,7 +16,7 @@ from cascade_lab.evidence.ptx import EXECUTED, Fault, Unsupported, executed
 from cascade_lab.evidence.ptx.launch import install
 from cascade_lab.evidence.ptx.parse import parse
 from cascade_lab.evidence.ptx.translate import Translation
-from cascade_lab.evidence.reference import assert_state_close, merge_oracle
+from cascade_lab.evidence.reference import assert_state_close, attention_oracle, merge_oracle
 from tests.cases import (
     AttentionCase,
     assert_every_float8_is_exact,
@@ -233,13 +233,13 @@ def sectors(target: str, prefixes: list[int], dim: int = 64) -> dict:
     k = random(batch.num_pages, 16, 2, dim, seed=1, dtype=torch.bfloat16)
     v, q = random(*k.shape, seed=2, dtype=k.dtype), random(batch.num_rows, 8, dim, seed=3, dtype=k.dtype)
     found = {}
-    for plan in ("naive", "cascade", "fused"):
-        levels = batch.levels(plan)
-        with executed(target, races=False, banks=plan == "fused") as runs:
+    for name in ("naive", "cascade", "fused"):
+        levels = batch.levels(name)
+        with executed(target, races=False, banks=name == "fused") as runs:
             cascade_attention(q, k, v, levels, num_splits=1, backend="triton")
         counted = sum(r.sectors.get((name, "load"), 0) for r in runs for name in ("k", "v"))
         predicted = ledger(levels, num_q_heads=8, num_kv_heads=2)
-        found[plan] = {"sectors": counted, "bytes": predicted.kv_bytes(dim, k.dtype), "tokens": predicted.kv_tokens}
+        found[name] = {"sectors": counted, "bytes": predicted.kv_bytes(dim, k.dtype), "tokens": predicted.kv_tokens}
     found["wavefronts"], found["phases"] = sum(runs[0].wavefronts.values()), sum(runs[0].phases.values())
     found["in flight"] = sorted({left for _, left in runs[0].waits})
     found["unfinished"] = runs[0].unfinished
@@ -318,4 +318,46 @@ def _refused_by_environment(call) -> dict:
             found[f"environment {name}"] = message(call)
     finally:
         del os.environ[runtime.TARGET]
+    return found
+
+
+def plans(target: str) -> dict:
+    """Plans of ragged trees, called with queries and caches that they were not made with."""
+    batch = VerifyBatch([130, 45], [DraftTree.branches(2, 3), DraftTree.chain(2)], page_size=16, rows="branch")
+
+    def inputs(seed: int) -> list[torch.Tensor]:
+        gen = torch.Generator().manual_seed(seed)
+        shapes = (batch.num_rows, 4, 64), *[(batch.num_pages, 16, 2, 64)] * 2
+        return [torch.randn(shape, generator=gen).bfloat16() for shape in shapes]
+
+    (whole,) = batch.levels("fused")
+    found = {}
+    for name in ("naive", "cascade", "fused"):
+        levels = batch.levels(name)
+        with executed(target, races=False) as runs:
+            made = plan(*inputs(0), levels, backend="triton")
+            for seed in (0, 1):
+                given = inputs(seed)
+                before = len(runs)
+                o, lse = made(*given)
+                planned = len(runs) - before
+                expected = cascade_attention(*given, levels, backend="triton")
+                called = len(runs) - before - planned
+                found[f"{name}, {seed}"] = [
+                    bool(torch.equal(o, expected.o) and torch.equal(lse, expected.lse)),
+                    planned,
+                    called,
+                ]
+                exact = attention_oracle(
+                    *given,
+                    whole.page_table,
+                    whole.cache_seqlens,
+                    cu_seqlens_q=whole.cu_seqlens_q,
+                    tree_mask=whole.tree_mask,
+                    tail_seqlens=whole.tail_seqlens,
+                )
+                assert_state_close((o, lse), exact, atol=2e-2)
+            shifted = torch.empty(inputs(1)[0].numel() + 1, dtype=torch.bfloat16)[1:].view(inputs(1)[0].shape)
+            shifted.copy_(given[0])
+            found[f"{name}, misaligned"] = bool(torch.equal(made(shifted, *given[1:]).o, o))
     return found

@@ -187,3 +187,16 @@ def test_a_process_started_for_a_target_executes_every_call():
     mode, values = done.stdout.splitlines()
     assert mode == "executed; cpu; code compiled for sm_90 is executed on the CPU; executed for sm_90"
     assert values == "[2.0] 0.6931"
+
+
+def test_a_plan_launches_what_the_call_does_for_other_tensors():
+    """Bit for bit, in as many launches; a query that is aligned otherwise goes the way of a call."""
+    found = program("plans('sm_90')")
+    assert {name: each for name, each in found.items() if "misaligned" in name} == {
+        f"{name}, misaligned": True for name in ("naive", "cascade", "fused")
+    }
+    for name, launches in (("naive", 1), ("cascade", 2), ("fused", 1)):
+        for seed in (0, 1):
+            same, planned, called = found[f"{name}, {seed}"]
+            assert same
+            assert planned == called == launches

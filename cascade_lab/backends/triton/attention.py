@@ -23,7 +23,7 @@ from cascade_lab import runtime
 from cascade_lab.backends import Call, Pass
 from cascade_lab.backends.triton.config import Tile, converts_float8, head_blocks, rows_of, splits_for, tile_for
 from cascade_lab.backends.triton.merge import NEG_INF, POS_INF, merge_many, round_to
-from cascade_lab.backends.triton.mode import jit
+from cascade_lab.backends.triton.mode import jit, run_kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -403,7 +403,8 @@ def _launch(q, one: Pass, call: Call, sinks: torch.Tensor | None, tile: Tile, sp
     if codes:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     sign = (softmax_scale > 0) - (softmax_scale < 0)
-    _attention_kernel[(len(lengths) * tiles, H_kv, splits)](
+    run_kernel(
+        _attention_kernel, (len(lengths) * tiles, H_kv, splits),
         q, k_cache, v_cache, one.page_table, lengths, rows, mask, tails, o, lse,
         reads if reads is not None else lengths, sinks.contiguous() if sinks is not None else lengths,
         k_scale if k_scale is not None else lengths, v_scale if v_scale is not None else lengths,

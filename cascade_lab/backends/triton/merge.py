@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from cascade_lab import runtime
-from cascade_lab.backends.triton.mode import jit
+from cascade_lab.backends.triton.mode import jit, run_kernel
 
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))

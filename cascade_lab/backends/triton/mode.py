@@ -28,6 +28,33 @@ def jit(fn: Callable) -> JITFunction | InterpretedFunction:
     return InterpretedKernel(fn) if runtime.settle_mode() else JITFunction(fn)
 
 
+_kept = threading.local()
+
+
+def run_kernel(kernel: JITFunction | InterpretedFunction, grid: tuple[int, ...], *args, **kwargs) -> None:
+    """Launch a kernel; inside `kept_launches`, a compiled one is noted with its arguments."""
+    compiled = kernel[grid](*args, **kwargs)
+    found = getattr(_kept, "launches", None)
+    if found is not None and isinstance(kernel, JITFunction):
+        rest = [kwargs[name] for name in kernel.arg_names[len(args) :]]
+        found.append((compiled[(*grid, 1, 1)[:3]], (*args, *rest)))
+
+
+@contextlib.contextmanager
+def kept_launches() -> Iterator[list[tuple[Callable, tuple]]]:
+    """What this thread launches inside the block: what launches the compiled kernel again, and its arguments.
+
+    The list stays empty where kernels are interpreted. A launch from it costs neither the binding of arguments nor the
+    search for the kernel that fits them, so its arguments must be as they were but for the tensors, and these as
+    aligned as they were.
+    """
+    before, _kept.launches = getattr(_kept, "launches", None), []
+    try:
+        yield _kept.launches
+    finally:
+        _kept.launches = before
+
+
 class InterpretedKernel(InterpretedFunction):
     """A function that Triton's interpreter runs, however `triton.jit` decorates in this process."""
 
