@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,25 @@ MAX_SPLITS = 1024
 NO_LIMIT = 1 << 30
 FLOAT32 = torch.finfo(torch.float32)
 INT32, INT64 = (torch.int32,), (torch.int64,)
+
+
+class Values(NamedTuple):
+    """The int32 tensors of a pass whose numbers the checks look at."""
+
+    page_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    tail_seqlens: torch.Tensor | None
+
+
+def on_host(passes: Sequence[Values]) -> list[Values]:
+    """The same numbers on the CPU, by one copy for all passes: a device is waited for once."""
+    given = [x for values in passes for x in values if x is not None]
+    if all(x.is_cpu for x in given):
+        return list(passes)
+    copy = torch.cat([x.reshape(-1) for x in given]).cpu()
+    parts = iter(part.view(x.shape) for part, x in zip(copy.split([x.numel() for x in given]), given, strict=True))
+    return [Values(*(None if x is None else next(parts) for x in values)) for values in passes]
 
 
 def run_passes(q: torch.Tensor, passes: Sequence[Pass], call: Call) -> State:
@@ -125,8 +145,12 @@ def check_pass(
     tree_mask=None,
     tail_seqlens=None,
     window_size=(-1, -1),
+    values: Values | None = None,
 ) -> Pass:
-    """Check the arguments that say which rows read which keys, and fill in the absent ones."""
+    """Check the arguments that say which rows read which keys, and fill in the absent ones.
+
+    Their numbers are looked at on the host, in `values` where those are there already.
+    """
     T, like = q.shape[0], ("q", q)
     _checks.tensor("page_table", page_table, "[R, max_pages]", dtypes=INT32, like=like)
     R = page_table.shape[0]
@@ -145,10 +169,12 @@ def check_pass(
     window_size = _check_window(window_size, causal)
     _check_tree(tree_mask, tail_seqlens, window_size, causal, like, R)
     if runtime.checks_enabled():
-        longest = _check_rows(cu_seqlens_q, T, max_seqlen_q)
+        if values is None:
+            (values,) = on_host([Values(page_table, cache_seqlens, cu_seqlens_q, tail_seqlens)])
+        longest = _check_rows(values.cu_seqlens_q, T, max_seqlen_q)
         max_seqlen_q = longest if max_seqlen_q is None else max_seqlen_q
-        paging.check_page_table(page_table, cache_seqlens, k_cache.shape[0], k_cache.shape[1])
-        _check_tail(tree_mask, tail_seqlens, cu_seqlens_q, cache_seqlens)
+        paging.check_page_table(values.page_table, values.cache_seqlens, k_cache.shape[0], k_cache.shape[1])
+        _check_tail(tree_mask, values.tail_seqlens, values.cu_seqlens_q, values.cache_seqlens)
     elif max_seqlen_q is None:
         max_seqlen_q = T
     return Pass(

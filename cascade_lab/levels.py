@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from cascade_lab import _checks, paging, runtime
-from cascade_lab._passes import check_heads, check_pass, run_passes
+from cascade_lab._passes import Values, check_heads, check_pass, on_host, run_passes
 from cascade_lab.backends import Call, Pass
 from cascade_lab.paging import Layout
 from cascade_lab.regions import _floor_sum
@@ -163,10 +163,12 @@ def passes_of(
             f"given {window_size}; run one attention() per request instead"
         )
     _check_levels(levels)
-    passes = []
-    for i, level in enumerate(levels):
+    passes, found = [], _values(levels, q) if runtime.checks_enabled() else [None] * len(levels)
+    for i, (level, values) in enumerate(zip(levels, found, strict=True)):
         try:
             k, v, table = _at_granularity(k_cache, v_cache, level)
+            if values is not None and table is not level.page_table:
+                values = values._replace(page_table=table.cpu())
             passes.append(
                 check_pass(
                     q,
@@ -179,15 +181,26 @@ def passes_of(
                     causal=level.causal,
                     tree_mask=level.tree_mask,
                     tail_seqlens=level.tail_seqlens,
+                    values=values,
                 )
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"levels[{i}] {level.name!r}: {error}") from None
     if whole and len(levels) > 1 and runtime.checks_enabled():
+        levels = [replace(level, **values._asdict()) for level, values in zip(levels, found, strict=True)]
         _check_own_keys(levels)
         if sum(level.page_table.numel() for level in levels) <= CHEAP_ENTRIES:
             _check_apart(levels)
     return passes, backend
+
+
+def _values(levels: Sequence[Level], q: torch.Tensor) -> list[Values | None]:
+    """What the checks look at, on the host; nothing where a tensor is none of a level's, which they then say."""
+    given = [Values(level.page_table, level.cache_seqlens, level.cu_seqlens_q, level.tail_seqlens) for level in levels]
+    every = [x for values in given for x in values if x is not None]
+    if not all(isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.device == q.device for x in every):
+        return [None] * len(levels)
+    return list(on_host(given))
 
 
 def _check_levels(levels: Sequence[Level]) -> None:

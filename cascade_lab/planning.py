@@ -100,7 +100,7 @@ class Plan:
             o, lse = ops.dispatch(q.detach(), passes, call)
         self._results = (o.shape, o.dtype), (lse.shape, lse.dtype)
         # kernels take addresses, and shapes and strides beside them: a view stands where its tensor begins
-        begins = {x.data_ptr(): i for i, x in reversed(list(enumerate((*self._given, o, lse))))}
+        begins = {x.data_ptr(): i for i, x in reversed(list(enumerate((*self._given, o, lse)))) if x.numel()}
         for run, arguments in launches:
             self._launches.append((run, list(arguments), _places(arguments, begins)))
 

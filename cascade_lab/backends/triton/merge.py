@@ -131,7 +131,8 @@ def _launch(kernel, rows: int, D: int, itemsize: int, *args) -> None:
     block_d = triton.next_power_of_2(D)
     block_r = max(1, (16384 if interpreted else 4 * 32 * 16 // itemsize) // block_d)
     grid = (triton.cdiv(rows, block_r),)
-    kernel[grid](*args, D=D, BLOCK_R=block_r, BLOCK_D=block_d, INTERPRETED=interpreted, num_warps=4)
+    sizes = dict(D=D, BLOCK_R=block_r, BLOCK_D=block_d)
+    run_kernel(kernel, grid, *args, **sizes, INTERPRETED=interpreted, num_warps=4)
 
 
 def merge_pair(
