@@ -54,6 +54,14 @@ def plan(
 
     Returns:
         Plan, to be called with (q, k_cache, v_cache).
+
+    Example:
+        >>> batch = cl.VerifyBatch([5, 3], [cl.DraftTree.branches(2, 2), None], page_size=4)
+        >>> q, cache = torch.zeros(batch.num_rows, 2, 8), torch.zeros(batch.num_pages, 4, 1, 8)
+        >>> attend = cl.plan(q, cache, cache, batch.levels("cascade"))
+        >>> o, lse = attend(q, cache, cache)  # in every layer, with its queries and its cache
+        >>> tuple(o.shape)
+        (4, 2, 8)
     """
     call = Call(softmax_scale, softcap, num_splits, out_dtype, None, backend, sinks, k_scale, v_scale)
     passes, backend = passes_of(q, k_cache, v_cache, levels, backend, layout)
@@ -82,6 +90,13 @@ class Plan:
     On compiled Triton kernels a call makes two tensors and the launches, and partial states lie in memory of the plan,
     so that calls of one plan belong on one stream, as one layer after another does. Elsewhere it runs the call without
     its checks. Differentiable where the call is.
+
+    Example:
+        >>> rows, table, lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [[0, 1], [2, 0]], [7, 4]))
+        >>> q, cache = torch.zeros(2, 4, 8), torch.zeros(3, 4, 2, 8)
+        >>> decode = cl.plan(q, cache, cache, [cl.Level(rows, table, lens, page_size=4)])
+        >>> float(decode(q, cache, cache).lse[1, 0].exp())
+        4.0
     """
 
     def __init__(self, q, k_cache, v_cache, passes: tuple[Pass, ...], call: Call):
@@ -148,7 +163,7 @@ _NAMES = ("q", "k_cache", "v_cache")
 
 
 def _places(arguments: Sequence[object], begins: dict[int, int]) -> list[tuple[int, int | list]]:
-    """Where a launch's arguments, or the parts of one that is a tuple, begin with one of the tensors; and with which."""
+    """Where arguments of a launch, or parts of one that is a tuple, begin with one of the tensors; and with which."""
     found: list[tuple[int, int | list]] = []
     for i, x in enumerate(arguments):
         if isinstance(x, torch.Tensor) and x.data_ptr() in begins:
