@@ -367,7 +367,8 @@ def nbval(folder, *options):
 
 @pytest.mark.long
 def test_cells_of_a_notebook_stay_with_one_worker_without_being_told(tmp_path):
-    """As in `pytest notebooks --nbval -n 2`: a cell needs those before it, which pytest-xdist alone would scatter."""
+    """F28 of tests/known_faults.md, as in `pytest notebooks --nbval -n 2`: a cell needs those before it, which
+    pytest-xdist alone would scatter."""
     for name in ("01_one", "02_two"):
         write(tmp_path / "notebooks", name, "n = 0", *(f"n += 1\nassert n == {i}" for i in range(1, 8)))
     options = ("--nbval", "--nbval-current-env", "-n", "2", "-p", "no:cacheprovider")

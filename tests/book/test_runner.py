@@ -305,6 +305,7 @@ def test_a_notebook_is_read_once_and_takes_its_form_once_before_and_once_after(c
 
 
 def test_refresh_and_check_say_one_line_for_each_notebook(folder, monkeypatch, capsys):
+    """F23 of tests/known_faults.md."""
     figures = folder.parent / "figures"
     good_notebook(folder)
     with good_notebook(folder, "02_other").open("a") as file:
