@@ -158,7 +158,7 @@ print(json.dumps({id: claim.verdict for id, claim in _claims_here.items()}), fil
 @pytest.mark.long
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_cell_can_be_run_again_after_all_have_run(path, tmp_path):
-    """F19 of tests/known_faults.md: from the last cell up to the first, each meets what all cells below it have left."""
+    """F19 of tests/known_faults.md: from the last cell up to the first, so each meets what all below it have left."""
     (tmp_path / "cells.json").write_text(json.dumps(sources(path)))
     here = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
     place = {"PYTHONPATH": here, "IPYTHONDIR": str(tmp_path), "MPLBACKEND": "agg"}
