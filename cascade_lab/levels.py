@@ -102,7 +102,8 @@ def cascade_attention(
     The levels must deal each visible key to a row once: a key in two levels is counted twice. That is refused here
     where it is cheap to see, in plans of up to 262,144 page-table entries, and so is a causal level that leaves several
     rows of a request without a key, so that they cannot differ: a shared prefix that reaches beyond the computed
-    tokens. Only `check_plan` compares a plan with what its rows are to see. Partial states of all levels and all KV
+    tokens. Only `check_plan` compares a plan with what its rows are to see. A plan that many layers share is checked by
+    the first call, and the others may run inside `runtime.unchecked()`. Partial states of all levels and all KV
     splits stay in float32 and go through one reduction; one level with one split needs none.
 
     Args:

