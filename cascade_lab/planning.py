@@ -17,6 +17,7 @@ from cascade_lab._passes import check_call
 from cascade_lab.backends import Call, Pass
 from cascade_lab.levels import Level, passes_of
 from cascade_lab.paging import Layout
+from cascade_lab.runtime import Backend
 from cascade_lab.states import State
 
 __all__ = ["Plan", "plan"]
@@ -36,7 +37,7 @@ def plan(
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
     layout: Layout = "NHD",
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Plan:
     """Check a `cascade_attention` once, for calls with other queries and caches of the same shapes.
 
@@ -99,7 +100,9 @@ class Plan:
         4.0
     """
 
-    def __init__(self, q, k_cache, v_cache, passes: tuple[Pass, ...], call: Call):
+    def __init__(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, passes: tuple[Pass, ...], call: Call
+    ):
         self._passes, self._call = passes, call
         self._given = (q, k_cache, v_cache)
         self._shapes = tuple(map(_Shape.of, self._given))
