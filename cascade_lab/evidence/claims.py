@@ -159,7 +159,8 @@ def claim(
         magnitude: the round number, twice the error or more, under which the error is shown to lie. For errors of
             which another machine's would lie beyond the next power of ten. For AtLeast the round number that the
             measured one is shown to exceed.
-        reason: why a bound or tolerance is as wide as it is, one line; shown with the claim.
+        reason: why a bound or tolerance is as wide as it is, or why nothing was measured here, one line; shown with
+            the claim.
 
     Raises:
         AssertionError: the claim fails; the output with verdict "fails" has been left before.
@@ -218,7 +219,8 @@ def claim(
 
     _claims_here[id] = judged
     raw = {"expected": judged.raw_expected, "measured": judged.raw_measured}
-    why = f" Bound: {reason}." if reason else ""
+    of = "Reason" if judged.verdict == NOT_MEASURED else "Bound"
+    why = f" {of}: {reason}." if reason else ""
     line = _markdown_line(judged) + _escape(why)
     data = {MIME: {name: getattr(judged, name) for name in COLUMNS}, "text/markdown": line}
     _show(data, judged.line + why, {MIME: raw})

@@ -1,13 +1,14 @@
 """Recorded measurements: figures/measured/*.json, each with its source, its devices and its date.
 
-`load` reads one for a notebook, and `published` the one of others' times of plain and cascade attention. Nothing is
-measured here.
+`load` reads one for a notebook, `published` the one of others' times of plain and cascade attention, and `gpu_runs`
+those of `cascade-lab bench` on GPUs. Nothing is measured here.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +27,7 @@ def load(name: str) -> dict | None:
     """
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"name: expected letters, digits and underscores, given {one_line(repr(name), 80)}")
-    roots = (Path(__file__).resolve().parents[2], Path.cwd(), Path.cwd().parent)
-    for path in (root / "figures" / "measured" / f"{name}.json" for root in roots):
+    for path in (folder / f"{name}.json" for folder in _folders()):
         if path.is_file():
             record = read_json(path, MAX_RECORD)
             if not isinstance(record, dict):
@@ -37,6 +37,57 @@ def load(name: str) -> dict | None:
                 raise ValueError(f"{path.name}: expected {', '.join(REQUIRED)}, {', '.join(missing)} missing")
             return record
     return None
+
+
+def _folders() -> list[Path]:
+    return [
+        root / "figures" / "measured" for root in (Path(__file__).resolve().parents[2], Path.cwd(), Path.cwd().parent)
+    ]
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """What a run of `cascade-lab bench` on a GPU says about two claims.
+
+    Attributes:
+        device, date: of the run.
+        naive_over_cascade: prefix length to (time ratio, ratio of tokens by the ledger), at the run's centre.
+        prefill: hit ratio to (share of the time that is left, share of the pairs), of the longest prompt.
+    """
+
+    device: str
+    date: str
+    naive_over_cascade: Mapping[int, tuple[float, float]]
+    prefill: Mapping[float, tuple[float, float]]
+
+    def prefill_distance(self, law: Callable[[float], float]) -> float:
+        """Mean distance of the time that is left from `law`, over hit ratios above 0; NaN without any."""
+        found = [abs(time - law(h)) for h, (time, _) in self.prefill.items() if h > 0]
+        return sum(found) / len(found) if found else math.nan
+
+
+def gpu_runs() -> tuple[GpuRun, ...]:
+    """The recorded runs on GPUs, figures/measured/gpu_*.json of the first folder that has any; none without."""
+    found = next(filter(None, (sorted(folder.glob("gpu_*.json")) for folder in _folders())), [])
+    return tuple(_gpu_run(read_json(path, MAX_RECORD)) for path in found)
+
+
+def _gpu_run(record: dict) -> GpuRun:
+    rows_of = {name: section.get("rows", []) for name, section in record["sections"].items()}
+    _, topk, batch, group, rows = record["scale"]["centre"]
+    centre = {"topk": topk, "batch": batch, "group": group, "rows": rows}
+    verified = [row for row in rows_of.get("verify", []) if centre.items() <= row.items()]
+    cascades = {row["length"]: row["plans"]["cascade"] for row in verified}
+    prefills = rows_of.get("prefill", [])
+    without = {row["new"]: row["seconds"] for row in prefills if row["hit"] == 0}
+    n = max(without, default=0)
+    left = {r["hit"] / n: (r["seconds"] / without[n], r["remaining"]) for r in prefills if r["new"] + r["hit"] == n}
+    return GpuRun(
+        device=record["provenance"]["device"],
+        date=record["provenance"]["date"],
+        naive_over_cascade={n: (c["ratio_measured"], c["ratio_predicted"]) for n, c in sorted(cascades.items())},
+        prefill=dict(sorted(left.items())),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Times of calls that take turns, and their ratios: r_i = t_i / t_0 within one round, then the median over rounds.
 
 A machine that slows down slows all calls of a round alike, so it leaves their ratio. `take_turns` is the loop, with any
-clock; `ratios` takes the CPU time of one thread, which stops while another program has the core.
+clock; `ratios` takes the CPU time of one thread, which stops while another program has the core, or on a GPU the time
+until the device has finished. `place` says where kernels are to be timed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from cascade_lab import runtime
+
 Key = TypeVar("Key", bound=Hashable)
 COARSEST_S = 1e-3
 
@@ -27,6 +30,32 @@ class Ratio:
     median: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a clock times attention.
+
+    Attributes:
+        device: of the tensors.
+        backend: the kernels of this project on a GPU, and torch on a CPU, where they would be interpreted.
+        dtype: float16 on a GPU, whose kernels are made for it, and float32 on a CPU.
+        scale: what to multiply a size by that is large enough for a CPU: 1 there, more on a GPU, where a call has to
+            take longer than its launch.
+    """
+
+    device: torch.device
+    backend: str
+    dtype: torch.dtype
+    scale: int
+
+
+def place(gpu_scale: int = 1) -> Place:
+    """Where a clock times attention in this process, by `runtime.device`; `gpu_scale` is the scale on a GPU."""
+    device = runtime.device()
+    if device.type == "cpu":
+        return Place(device, "torch", torch.float32, 1)
+    return Place(device, "triton", torch.float16, gpu_scale)
 
 
 @dataclass(frozen=True)
@@ -85,15 +114,21 @@ def take_turns(
 
 
 def ratios(
-    calls: Mapping[Key, Callable[[], object]], rounds: int = 9, *, spread: float = math.inf, tries: int = 4
+    calls: Mapping[Key, Callable[[], object]],
+    rounds: int = 9,
+    *,
+    spread: float = math.inf,
+    tries: int = 4,
+    device: torch.device | str = "cpu",
 ) -> dict[Key, Ratio]:
-    """Time of each call over that of the first one, on one CPU thread.
+    """Time of each call over that of the first one, on one CPU thread or on a GPU.
 
     Args:
-        calls: what to run, CPU work only; the first entry is the unit.
+        calls: what to run, on `device` alone; the first entry is the unit.
         rounds: how often each is timed, after one untimed run of all; at least 2.
         spread: what the quartiles of every ratio should be within. Another program may take the caches for a while, so
             a measurement that is wider is made again, `tries` times at most, and the narrowest counts.
+        device: where the calls compute. On a GPU a time runs until the device has finished.
 
     Returns:
         A Ratio per key; the first is 1.
@@ -110,7 +145,7 @@ def ratios(
             call()
         unit, found = next(iter(calls)), []
         while len(found) < tries and (not found or _width(found[-1]) > spread):
-            turns = take_turns(calls, rounds, clock=_clock())
+            turns = take_turns(calls, rounds, clock=_clock(torch.device(device)))
             found.append({key: _ratio(turns.over(key, unit)) for key in calls})
     return min(found, key=_width)
 
@@ -124,7 +159,9 @@ def _ratio(values: list[float]) -> Ratio:
     return Ratio(median, low, high)
 
 
-def _clock() -> Callable[[], float]:
+def _clock(device: torch.device) -> Callable[[], float]:
+    if device.type == "cuda":
+        return lambda: (torch.cuda.synchronize(device), time.perf_counter())[1]
     # some systems advance the CPU time of a thread only with the scheduler's tick
     fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= COARSEST_S
     return time.thread_time if fine else time.perf_counter

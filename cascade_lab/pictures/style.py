@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,12 +47,17 @@ AREAS = ((BLUE, ""), (VERMILLION, "////"), (GREEN, "...."), (PURPLE, "xxxx"), (O
 _STAMPS = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}
 
 
-def style() -> AbstractContextManager[None]:
-    """The style of every figure, as a context: opaque white, one size, and files without dates or random ids."""
+@contextmanager
+def style() -> Iterator[None]:
+    """The style of every figure, as a context: opaque white, one size, and files without dates or random ids.
+
+    What it does not set is matplotlib's default, whatever a matplotlibrc of the reader's says.
+    """
     import matplotlib
 
-    return matplotlib.rc_context(
-        {
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams |= {
             "figure.figsize": SIZE,
             "figure.dpi": 110,
             "figure.constrained_layout.use": True,
@@ -71,7 +76,7 @@ def style() -> AbstractContextManager[None]:
             "savefig.facecolor": "white",
             "svg.hashsalt": "cascade-lab",
         }
-    )
+        yield
 
 
 def show(fig: Figure, name: str | None, *, alt: str, caption: str, png: bool = False) -> None:

@@ -210,6 +210,14 @@ def test_a_reason_stands_beside_the_claim_and_not_in_its_columns(shown):
     assert "round" not in json.dumps(data[claims.MIME])
 
 
+def test_what_is_not_measured_says_why(shown):
+    claim("2.9", "a time", measured=None, expected=AtMost(3), instrument="recorded", reason="nobody recorded *one*")
+    data = shown[0]["data"]
+    said = "2.9 not measured here: a time (recorded: expected at most 3) Reason: nobody recorded *one*."
+    assert data["text/plain"] == said
+    assert data["text/markdown"].endswith(r"Reason: nobody recorded \*one\*.")
+
+
 def test_exact_numbers_stay_visible(shown):
     claim("3.1", "reads", measured=4096, expected=4096, instrument="counted")
     claim("3.2", "reads bounded", measured=4096, expected=AtMost(5000), instrument="counted")

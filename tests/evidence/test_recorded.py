@@ -72,3 +72,38 @@ def test_a_case_has_the_fields_of_its_series_and_its_own(tmp_path, monkeypatch):
 def test_without_the_record_there_are_no_published_cases(monkeypatch):
     monkeypatch.setattr(recorded, "load", lambda name: None)
     assert recorded.published() == ()
+
+
+def verified(length, ratio, group=4):
+    cascade = {"ratio_measured": ratio, "ratio_predicted": 4.0}
+    where = {"length": length, "topk": 4, "batch": 1, "group": group, "rows": "branch"}
+    return where | {"plans": {"cascade": cascade}}
+
+
+def test_runs_on_gpus_are_read_at_their_centre_and_longest_prompt(tmp_path, monkeypatch):
+    prefills = [(4096, 0, 3.0, 1.0), (8192, 0, 8.0, 1.0), (4096, 4096, 6.0, 0.75), (2048, 6144, 4.0, 0.4375)]
+    names = ("new", "hit", "seconds", "remaining")
+    record = {
+        "provenance": {"device": "cuda (x)", "date": "2026-01-01"},
+        "scale": {"centre": [16384, 4, 1, 4, "branch"]},
+        "sections": {
+            "verify": {"rows": [verified(16384, 3.5), verified(1024, 0.8), verified(1024, 9.0, group=8)]},
+            "prefill": {"rows": [dict(zip(names, row, strict=True)) for row in prefills]},
+        },
+    }
+    folder = tmp_path / "figures" / "measured"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(recorded, "_folders", lambda: [tmp_path / "nothing", folder])
+    assert recorded.gpu_runs() == ()
+    for name in ("gpu_a", "other"):
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    (run,) = recorded.gpu_runs()
+    assert (run.device, run.date) == ("cuda (x)", "2026-01-01")
+    assert list(run.naive_over_cascade.items()) == [(1024, (0.8, 4.0)), (16384, (3.5, 4.0))]
+    assert run.prefill == {0.0: (1.0, 1.0), 0.5: (0.75, 0.75), 0.75: (0.5, 0.4375)}
+    assert run.prefill_distance(lambda h: 1 - h * h) == pytest.approx(0.0625 / 2)
+    assert run.prefill_distance(lambda h: 1 - h) == pytest.approx(0.25)
+    (folder / "gpu_a.json").write_text(json.dumps(record | {"sections": {}}))
+    (run,) = recorded.gpu_runs()
+    assert (run.naive_over_cascade, run.prefill) == ({}, {})
+    assert run.prefill_distance(float) != run.prefill_distance(float)

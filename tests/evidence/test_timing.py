@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(timing, "_clock", lambda: lambda: clock.now)
+    monkeypatch.setattr(timing, "_clock", lambda device: lambda: clock.now)
     return clock
 
 
@@ -103,3 +103,27 @@ def test_a_measurement_that_is_too_wide_is_made_again_and_the_narrowest_counts(c
     assert made([1.0, *wide, *narrow], spread=0.2).median == pytest.approx(2.1)
     assert made([1.0, *wide, *wider, *narrow], spread=0.01, tries=3).median == pytest.approx(2.1)
     assert made([1.0, *wide, *wider], spread=0.01, tries=2).median == 2.0
+
+
+def test_kernels_are_timed_on_a_gpu_where_there_is_one_and_torch_elsewhere(monkeypatch):
+    monkeypatch.setattr(timing.runtime, "device", lambda: torch.device("cuda", 1))
+    assert timing.place(8) == timing.Place(torch.device("cuda", 1), "triton", torch.float16, 8)
+    monkeypatch.setattr(timing.runtime, "device", lambda: torch.device("cpu"))
+    assert timing.place(8) == timing.Place(torch.device("cpu"), "torch", torch.float32, 1)
+
+
+def test_a_time_on_a_gpu_runs_until_the_device_has_finished(monkeypatch):
+    """Calls only queue work: a quarter of it takes a quarter of the time, which passes while the clock waits."""
+    now, queued, waits = [0.0], [], []
+
+    def wait(device):
+        waits.append(device)
+        now[0] += sum(queued)
+        queued.clear()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    calls = {1: lambda: queued.append(8.0), 4: lambda: queued.append(2.0)}
+    found = ratios(calls, rounds=3, device="cuda:1")
+    assert (found[1].median, found[4].median) == (1, 0.25)
+    assert set(waits) == {torch.device("cuda", 1)}
