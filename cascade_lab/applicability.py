@@ -46,7 +46,7 @@ class Case:
     cached_blocks: Sequence[bool]
     block_size: int
     region: Region = field(default_factory=Dense)
-    kinds: Mapping[str, str | tuple] = field(default_factory=dict)
+    kinds: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     samples: Sequence[tuple[float, float, float]] = ()
     cache_present: bool = True
     kv_bytes_per_token: int = 0
@@ -79,7 +79,7 @@ class Finding:
     unit: str = "of the no-hit work"
 
 
-def check_applicability(case: Case | Mapping) -> list[Finding]:
+def check_applicability(case: Case | Mapping[str, object]) -> list[Finding]:
     """Test the five conditions of the 1 - h^2 law on data.
 
     Args:

@@ -100,7 +100,7 @@ class DraftTree:
             raise ValueError(f"labels: expected one per node ({len(values)}), given {len(labels)}")
         object.__setattr__(self, "labels", labels)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return DraftTree, (self.parents, self.labels)
 
     @classmethod
@@ -656,11 +656,11 @@ class VerifyBatch:
         page_size = _checks.integer("page_size", page_size, 1)
         shared_prefix_len = _checks.integer("shared_prefix_len", shared_prefix_len)
         num_pages = None if num_pages is None else _checks.integer("num_pages", num_pages)
-        self.trees = tuple(trees)
+        self.trees: tuple[DraftTree | None, ...] = tuple(trees)
         self.page_size = page_size
         self.rows = rows
         self.shared_prefix_len = shared_prefix_len
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         self._prefix = np.asarray(prefix_lens, np.int64)
         self._nodes = np.asarray([0 if tree is None else tree.size for tree in trees], np.int64)
         spans = self._prefix + self._nodes
@@ -681,7 +681,7 @@ class VerifyBatch:
         needed = int(used.max()) + 1 if used.size else 0
         if num_pages is not None and num_pages < needed:
             raise ValueError(f"num_pages: expected at least {needed} pages of {page_size} tokens, given {num_pages}")
-        self.num_pages = needed if num_pages is None else num_pages
+        self.num_pages: int = needed if num_pages is None else num_pages
         if self.num_pages * page_size >= 2**31:
             raise ValueError(f"num_pages: expected fewer than 2**31 slots, given {self.num_pages} x {page_size}")
         ends = [() if tree is None else (range(tree.size) if rows == "node" else tree.leaves) for tree in trees]
@@ -1308,7 +1308,7 @@ class VerifyBatch:
             raise ValueError(f"r: expected a request from 0 to {len(self.trees) - 1}, given {r}")
         return r
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         tokens = None if self._tokens is None else self._tokens.tolist()
         return _verify_batch, (
             *(self.prefix_lens, self.trees, self.page_size, self.rows, self.shared_prefix_len),

@@ -189,7 +189,7 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, number: int):
-        self.signal = signal.Signals(number)
+        self.signal: signal.Signals = signal.Signals(number)
         super().__init__(_WORDS[self.signal.name])
 
     @property

@@ -197,7 +197,15 @@ class _Step:
     reads: torch.Tensor | None
     layers_done: int = 0
 
-    def attend(self, module, query, key, value, terms: dict, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        terms: dict[str, object],
+        window: int | None,
+    ) -> torch.Tensor:
         layer = module.layer_idx
         if window is not None and self.longest > window:
             raise ValueError(
@@ -261,19 +269,24 @@ class PagedModel:
         Raises:
             TypeError, ValueError: no such model, or numbers that are no integers >= 1. ImportError: no transformers.
         """
-        self.num_pages = _checks.integer("num_pages", num_pages, 1)
-        self.page_size = _checks.integer("page_size", page_size, 1)
+        self.num_pages: int = _checks.integer("num_pages", num_pages, 1)
+        self.page_size: int = _checks.integer("page_size", page_size, 1)
         if not hasattr(model, "set_attn_implementation") or model.get_output_embeddings() is None:
             raise TypeError(f"model: expected one of transformers with a head, given {type(model).__name__}")
         model.set_attn_implementation(register())
-        self.model, self.backend = model, backend
+        self.model: torch.nn.Module = model
+        self.backend: str = backend
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (self.num_pages, self.page_size, heads, width)
         options = {"dtype": model.dtype, "device": model.device}
-        self.k_caches = tuple(torch.zeros(shape, **options) for _ in range(config.num_hidden_layers))
-        self.v_caches = tuple(torch.zeros(shape, **options) for _ in range(config.num_hidden_layers))
+        self.k_caches: tuple[torch.Tensor, ...] = tuple(
+            torch.zeros(shape, **options) for _ in range(config.num_hidden_layers)
+        )
+        self.v_caches: tuple[torch.Tensor, ...] = tuple(
+            torch.zeros(shape, **options) for _ in range(config.num_hidden_layers)
+        )
 
     @property
     def caches(self) -> tuple[torch.Tensor, ...]:

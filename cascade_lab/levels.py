@@ -154,7 +154,14 @@ def _attend_levels(
 
 
 def passes_of(
-    q, k_cache, v_cache, levels, backend: str, layout: Layout = "NHD", window_size=None, whole: bool = True
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    levels: Sequence[Level],
+    backend: str,
+    layout: Layout = "NHD",
+    window_size: object = None,
+    whole: bool = True,
 ) -> tuple[list[Pass], str]:
     """The passes of a call over levels, all checked, and its backend."""
     backend, k_cache, v_cache = check_heads(q, k_cache, v_cache, backend, layout)

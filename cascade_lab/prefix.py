@@ -400,18 +400,21 @@ class PrefixHitBatch:
         Raises:
             TypeError, ValueError: as `prefix_hit_levels`; pages that do not exist, or a new token in a slot of another.
         """
-        self.page_size = _checks.integer("page_size", page_size, 1)
+        self.page_size: int = _checks.integer("page_size", page_size, 1)
         lengths, found = _checks.integer_list("prompt_lens", prompt_lens, 1), _checks.integer_list("hits", hits)
         num_pages = None if num_pages is None else _checks.integer("num_pages", num_pages, 0)
         if page_table is None:
             page_table = paging.build_page_table(lengths, self.page_size).to(device)
-        self.prompt_lens, self.hits = tuple(lengths), tuple(found)
+        self.prompt_lens: tuple[int, ...] = tuple(lengths)
+        self.hits: tuple[int, ...] = tuple(found)
         self._plans = {
             "causal": prefix_hit_levels(lengths, found, self.page_size, page_table=page_table),
             "split": prefix_hit_levels(lengths, found, self.page_size, split=True, page_table=page_table),
         }
         (whole,) = self._plans["causal"]
-        self.page_table, self.cache_seqlens, self.cu_seqlens_q = page_table, whole.cache_seqlens, whole.cu_seqlens_q
+        self.page_table: torch.Tensor = page_table
+        self.cache_seqlens: torch.Tensor = whole.cache_seqlens
+        self.cu_seqlens_q: torch.Tensor = whole.cu_seqlens_q
         column = torch.arange(page_table.shape[1], device=page_table.device)
         used = column < paging.pages_needed(self.cache_seqlens.long(), self.page_size)[:, None]
         needed = int(page_table[used].max()) + 1 if used.any() else 0
@@ -419,7 +422,7 @@ class PrefixHitBatch:
             raise ValueError(
                 f"num_pages: expected at least {needed} pages of {self.page_size} tokens, given {num_pages}"
             )
-        self.num_pages = needed if num_pages is None else num_pages
+        self.num_pages: int = needed if num_pages is None else num_pages
         paging.check_page_table(page_table, self.cache_seqlens, self.num_pages, self.page_size)
         slots, times = torch.cat((self.suffix_slots(), self.prefix_slots().unique())).unique(return_counts=True)
         if (times > 1).any():

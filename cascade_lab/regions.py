@@ -222,7 +222,7 @@ class SlidingWindow(Region):
 
     w: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(w=1)
 
     def _visible(self, t: Count) -> Count:
@@ -244,7 +244,7 @@ class SinkWindow(Region):
     s: int
     w: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(s=0, w=1)
 
     def _visible(self, t: Count) -> Count:
@@ -265,7 +265,7 @@ class Chunked(Region):
 
     c: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(c=1)
 
     def _visible(self, t: Count) -> Count:
@@ -286,7 +286,7 @@ class TopK(Region):
 
     k: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(k=1)
 
     def _visible(self, t: Count) -> Count:
@@ -310,7 +310,7 @@ class TopKBlocks(Region):
     block: int
     k: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(block=1, k=1)
 
     def _visible(self, t: Count) -> Count:
@@ -336,7 +336,7 @@ class Compressed(Region):
 
     m: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(m=1)
 
     def _visible(self, t: Count) -> Count:
@@ -361,7 +361,7 @@ class CSA(Region):
     k: int
     window: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(m=1, k=1, window=1)
 
     def _visible(self, t: Count) -> Count:
@@ -387,7 +387,7 @@ class HCA(Region):
     m: int
     window: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(m=1, window=1)
 
     def _visible(self, t: Count) -> Count:
@@ -415,7 +415,7 @@ class NSA(Region):
     k: int
     window: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check(length=1, stride=1, block=1, k=1, window=1)
 
     def _visible(self, t: Count) -> Count:
@@ -446,7 +446,7 @@ class Mixture(Region):
 
     parts: tuple[tuple[int, Region], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("parts: expected at least one (weight, region), given none")
         parts = tuple((_checks.integer("weight", weight, 1), region) for weight, region in self.parts)
@@ -505,7 +505,7 @@ class MLA:
     nope: int = 128
     value: int = 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("heads", "latent", "rope", "nope", "value"):
             low = 0 if name == "rope" else 1
             object.__setattr__(self, name, _checks.integer(name, getattr(self, name), low))

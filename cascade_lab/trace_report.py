@@ -60,7 +60,9 @@ class HitHistogram:
     """
 
     def __init__(self) -> None:
-        self.requests, self.tokens, self.pairs = [0] * BINS, [0] * BINS, [0] * BINS
+        self.requests: list[int] = [0] * BINS
+        self.tokens: list[int] = [0] * BINS
+        self.pairs: list[int] = [0] * BINS
 
     def count(self, n: int, hit: int) -> None:
         """Count a request."""

@@ -31,7 +31,7 @@ class NotebookError(Exception):
     """
 
     def __init__(self, cause: str, cell: int | None = None):
-        self.cause = one_line(cause)
+        self.cause: str = one_line(cause)
         super().__init__(self.cause if cell is None else f"cell {cell}: {self.cause}")
         self.cell = cell
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
-from typing import Literal
+from typing import Any, Literal
 
 from cascade_lab.files import one_line
 
@@ -246,7 +246,7 @@ def claims_table() -> None:
     _show({"text/markdown": markdown_table(claims)}, format_table([_row(c) for c in claims]), {})
 
 
-def gather(notebook: Mapping) -> list[Claim]:
+def gather(notebook: Mapping[str, Any]) -> list[Claim]:
     """The claims an executed notebook left in its outputs, in order, repeated ids included.
 
     Args:

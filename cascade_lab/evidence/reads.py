@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -98,13 +98,13 @@ class TensorRecord:
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.itemsize = tensor.element_size()
-        self.loaded_bytes = 0
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.dtype: torch.dtype = tensor.dtype
+        self.itemsize: int = tensor.element_size()
+        self.loaded_bytes: int = 0
         self.attempted_bytes = 0
-        self.stored_bytes = 0
-        self.atomic_bytes = 0
+        self.stored_bytes: int = 0
+        self.atomic_bytes: int = 0
         self._start = tensor.data_ptr()
         self._dims = _strided_dims(tensor)
         self._extent = self.itemsize + sum((size - 1) * stride for size, stride, _ in self._dims)
@@ -368,7 +368,13 @@ _UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empt
 class Poisoned(TorchDispatchMode):
     """Fills tensors that torch leaves uninitialised: floats with NaN, integers with their largest value."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if _operation(func) in _UNINITIALISED:
             _poison(result)
@@ -393,7 +399,13 @@ class _Allocations(TorchDispatchMode):
         super().__init__()
         self.record = record
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         operation = _operation(func)
         outputs = result if isinstance(result, (tuple, list)) else (result,)

@@ -34,7 +34,7 @@ _SESSION = re.compile(rb'"hash_id_scope"|"requests"')
 _DATED = re.compile(rb"\[\d{4}-\d\d-\d\d")
 _DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 Complain = Callable[[int, Fault], None]
-Record = tuple[int, dict | str]
+Record = tuple[int, dict[str, object] | str]
 
 
 class Source(NamedTuple):

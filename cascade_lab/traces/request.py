@@ -79,7 +79,9 @@ class TraceError(ValueError):
 
     def __init__(self, path: str, line: int, field: str, fault: str, unit: str = "line") -> None:
         super().__init__(f"{path}, {unit} {line}, {field}: {fault}")
-        self.path, self.line, self.field = path, line, field
+        self.path: str = path
+        self.line: int = line
+        self.field: str = field
 
 
 class Fault(ValueError):
@@ -87,7 +89,8 @@ class Fault(ValueError):
 
     def __init__(self, field: str, fault: str) -> None:
         super().__init__(field, fault)
-        self.field, self.fault = field, fault
+        self.field: str = field
+        self.fault: str = fault
 
 
 class HeaderFault(Fault):

@@ -231,7 +231,8 @@ class Sums:
             model = model._replace(**sizes)
         self._model = model
         self._region = region if region is not None else Dense() if model is None else model.region
-        self.requests = self._tokens = self._hits = self._squares = self._hit_squares = 0
+        self.requests: int = 0
+        self._tokens = self._hits = self._squares = self._hit_squares = 0
         self._pairs = self._saved = 0
         self._ratios: list[float] = []
         self._diagonals: list[float] = []

@@ -104,3 +104,17 @@ def test_every_argument_and_every_answer_has_a_type(name):
         if signature.return_annotation is inspect.Signature.empty and not one.endswith("__init__"):
             bare.append(one)
     assert bare == []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("basedpyright") is None, reason="basedpyright is not installed")
+def test_every_name_of_a_public_module_has_a_declared_type():
+    """As pyright judges a typed package from outside: no annotation is missing, so nothing is left to be inferred."""
+    command = ["-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]
+    report = json.loads(python(*command, "--verifytypes", "cascade_lab", "--ignoreexternal").stdout)
+    symbols = report["typeCompleteness"]["symbols"]
+    public = tuple(f"cascade_lab.{name}." for name in MODULES)
+    ours = [one for one in symbols if one["name"].startswith(public)]
+    assert len(ours) > 300
+    told = [(one["name"], each["message"]) for one in ours for each in one["diagnostics"]]
+    assert [(name, message) for name, message in told if "missing" in message] == []
