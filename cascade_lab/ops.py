@@ -65,14 +65,14 @@ def dispatch(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Ten
 
 
 def _attend(q: Tensor, passes: Sequence[Pass], call: Call) -> tuple[Tensor, Tensor]:
+    # a kernel reads memory, which a view may hold negated, and so does torch where it copies half precision to float32
+    if q.is_neg() or any(one.k_cache.is_neg() or one.v_cache.is_neg() for one in passes):
+        q = q.resolve_neg()
+        passes = [replace(one, k_cache=one.k_cache.resolve_neg(), v_cache=one.v_cache.resolve_neg()) for one in passes]
     if call.backend == "torch":
         return torch_backend.attend(q, passes, call)
     from cascade_lab.backends.triton import attention as triton_backend
 
-    # a kernel reads memory, which a view may hold negated
-    if q.is_neg() or any(one.k_cache.is_neg() or one.v_cache.is_neg() for one in passes):
-        q = q.resolve_neg()
-        passes = [replace(one, k_cache=one.k_cache.resolve_neg(), v_cache=one.v_cache.resolve_neg()) for one in passes]
     state = triton_backend.attend(q, passes, call)
     if call.reads is not None:
         runtime.count_write(call.reads)

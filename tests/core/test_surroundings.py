@@ -533,9 +533,11 @@ def test_views_that_mark_their_values_as_negated_are_read_so(kind):
     assert same(merge_state(*map(negated, inputs), backend=kind), expected)
     many = random(5, 4, 3, 16, seed=1, device=where(kind)), random(5, 4, 3, seed=2, device=where(kind))
     assert same(merge_states(*map(negated, many), backend=kind), merge_states(*many, backend=kind))
-    case = attention_case([2, 3], [9, 6], causal=True, device=where(kind))
-    views = replace(case, **{name: negated(getattr(case, name)) for name in ("q", "k_cache", "v_cache")})
-    assert same(run(views, kind), run(case, kind))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        case = attention_case([2, 3], [9, 6], causal=True, dtype=dtype, device=where(kind))
+        marked = negated if dtype == torch.float32 else lambda x: torch._neg_view(-x)
+        views = replace(case, **{name: marked(getattr(case, name)) for name in ("q", "k_cache", "v_cache")})
+        assert same(run(views, kind), run(case, kind))
     with pytest.raises(ValueError, match="out: expected memory that holds its values, given a view that marks them"):
         merge_state(*inputs, out=negated(inputs[0]), backend=kind)
 
