@@ -19,9 +19,17 @@ RECORD = CHECKOUT / "figures" / "measured" / "compiled.json"
 ISSUE = {
     **{(64, 16): 0.063, (64, 32): 0.09, (64, 64): 0.071, (64, 128): 0.126},
     **{(128, 16): 0.044, (128, 32): 0.059, (128, 64): 0.059, (128, 128): 0.077},
-    **{(192, 64): 0.12, (256, 16): 0.043, (256, 32): 0.066, (256, 64): 0.093, (576, 16): 0.063, (576, 32): 0.127},
+    **{(192, 64): 0.121, (256, 16): 0.043, (256, 32): 0.066, (256, 64): 0.093, (576, 16): 0.063, (576, 32): 0.127},
 }
-ISSUE_MMA = ISSUE | {(64, 16): 0.07, (64, 64): 0.11, (64, 128): 0.18, (128, 64): 0.15, (128, 128): 0.21}
+ISSUE_MMA = ISSUE | {
+    (64, 16): 0.07,
+    (64, 32): 0.095,
+    (128, 16): 0.045,
+    (64, 64): 0.11,
+    (64, 128): 0.18,
+    (128, 64): 0.15,
+    (128, 128): 0.21,
+}
 ISSUE_MMA |= {
     (128, 32): 0.06,
     (192, 64): 0.2,
@@ -38,7 +46,7 @@ PRODUCTS = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 FRESH = ("sm_80", "sm_90", "sm_100")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.long) for kind in ("recorded", "fresh")])
+@pytest.fixture(scope="module", params=["recorded", pytest.param("fresh", marks=pytest.mark.long)])
 def found(request):
     """The committed survey, and a new one of three targets; the driver's tests compile for the others too."""
     if request.param == "recorded":
@@ -72,12 +80,12 @@ def test_every_row_of_the_table_is_compiled_for_every_target(found):
     assert all(0 < row["shared_bytes"] <= 65536 for row in found["amd"])
 
 
-# what is left, in bytes: every other tile that was tried at these 64 rows spills as much or more
-SPILLED = {("sm_90", "capped", 256, 64): 64}
+# bytes a thread that are left: with 3 stages, 16 or 64 keys, 4 or 16 warps these 64 rows spill as much or more
+SPILLED = {("sm_90", "capped", 256, 64): 40}
 
 
 def test_nothing_spills(found):
-    """In half precision, in float32, and where scores are capped under a window, but for one row; no main loop does."""
+    """In half precision, in float32, and where scores are capped under a window, but for one row."""
     assert {row["kind"] for row in found["rows"]} == {"table", "capped", "float32", "odd"}
     for row in found["rows"]:
         most = SPILLED.get((row["target"], row["kind"], *shape(row)), 0)
@@ -209,7 +217,6 @@ def test_the_command_prints_the_table_and_writes_the_record(tmp_path, capsys, mo
     assert json.loads((tmp_path / "compiled.json").read_text(encoding="utf-8")) == recorded
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("target", compiled.NVIDIA_TARGETS)
 def test_the_record_has_what_a_survey_would_inspect(target):
     rows = [row for row in json.loads(RECORD.read_text(encoding="utf-8"))["rows"] if row["target"] == target]
