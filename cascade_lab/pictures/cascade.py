@@ -19,6 +19,7 @@ from cascade_lab.pictures.style import (
     fill_cells,
     panels,
     runs,
+    settle,
     style,
 )
 
@@ -210,6 +211,7 @@ def program_reads(
             ax.set_yticks(range(len(programs)), [program for program, _ in programs], fontsize=7)
             ax.set_ylim(len(programs) - 0.4, -0.6)
         axes[-1].set_xlabel("slot of the cached token (drafts shaded)")
+        settle(fig)
     return fig, data
 
 

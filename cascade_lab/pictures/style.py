@@ -79,6 +79,18 @@ def style() -> Iterator[None]:
         yield
 
 
+def settle(fig: Figure) -> None:
+    """Lay a figure out for good, at places of four decimals.
+
+    The solver of constrained layout ends with other last bits in other processes where panels of several heights are
+    stacked.
+    """
+    fig.draw_without_rendering()
+    fig.set_layout_engine("none")
+    for ax in fig.axes:
+        ax.set_position([round(x, 4) for x in ax.get_position().bounds])
+
+
 def show(fig: Figure, name: str | None, *, alt: str, caption: str, png: bool = False) -> None:
     """Display a figure with its caption, save it if a folder is set, and release it.
 
