@@ -102,7 +102,7 @@ class Plan:
 
     def __init__(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, passes: tuple[Pass, ...], call: Call
-    ):
+    ) -> None:
         self._passes, self._call = passes, call
         self._given = (q, k_cache, v_cache)
         self._shapes = tuple(map(_Shape.of, self._given))

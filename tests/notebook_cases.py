@@ -1,5 +1,7 @@
 """Small notebooks for tests: cells, a file with a parameters cell, and a claim that no kernel has to import."""
 
+from pprint import pformat
+
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -12,7 +14,8 @@ FIELDS = {"statement": "rows arrive", "instrument": "derived", "expected": "3", 
 def shown_claim(id):
     """A cell's text that shows a claim as the package does, without the second that importing it takes in a kernel."""
     data, measured = {MIME: {"id": id, **FIELDS}, "text/plain": "claim"}, {MIME: {"measured": 3}}
-    return f"from IPython.display import display\ndisplay({data!r}, raw=True, metadata={measured!r})"
+    shown = f"data = {pformat(data, width=80)}\nmeasured = {pformat(measured, width=80)}"
+    return f"from IPython.display import display\n{shown}\ndisplay(data, raw=True, metadata=measured)"
 
 
 CLAIM = shown_claim("1.1")

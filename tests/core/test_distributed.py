@@ -498,7 +498,7 @@ LOCAL = {
     "sharded: local: page": "ValueError: levels[0] 'prefix': ",
     "sharded: local: lengths": "ValueError: levels[0] 'prefix': cache_seqlens: expected 0 to",
     "sharded: local: pages": "ValueError: levels[0] 'prefix': page_table: expected page ids from 0",
-    "sharded: local: table": "ValueError: levels[0] 'prefix': page_table, cache_seqlens: expected [R, max_pages]",
+    "sharded: local: table": "ValueError: levels[0] 'prefix': page_table: expected [R, max_pages]",
     "sharded: local: float table": "TypeError: levels[0] 'prefix': page_table: expected int32",
     "sharded: local: cache": "TypeError: local_cache: expected a LocalCache, given tuple",
     "sharded: local: page_ids": "ValueError: local_cache.page_ids: expected [num_pages]",
