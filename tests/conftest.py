@@ -10,7 +10,7 @@ import torch
 from cascade_lab import runtime
 
 # The kernel tests of a machine with a GPU need neither Hypothesis nor the notebook tools, so it may lack them.
-_NEEDED_BY = {"hypothesis": ["properties"], "nbformat": ["book"]}
+_NEEDED_BY = {"hypothesis": ["properties"], "nbformat": ["book", "project/test_examples.py"]}
 _MISSING = [tool for tool in _NEEDED_BY if importlib.util.find_spec(tool) is None]
 collect_ignore = [name for tool in _MISSING for name in _NEEDED_BY[tool]]
 
