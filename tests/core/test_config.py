@@ -142,7 +142,7 @@ def test_devices_take_the_rows_of_their_generation():
 
 
 def test_the_bound_holds_what_was_compiled_and_is_not_far_above_it():
-    """Every recorded row of every target: the compiler's bytes, and a bound at most a tenth above them, or 4 KiB where
+    """Every recorded row of every target: the compiler's bytes, and a bound at most a tenth above them, or 5 KiB where
     nothing is buffered."""
     rows = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
     assert {row["target"] for row in rows} == set(runtime.TARGETS) - {"gfx942"}
@@ -154,7 +154,7 @@ def test_the_bound_holds_what_was_compiled_and_is_not_far_above_it():
         )
         assert (tile.block_m, tile.block_n, tile.num_warps) == (row["block_m"], row["block_n"], row["num_warps"])
         need = shared_need(tile, dtype, target, *widths)
-        slack = 0.1 * row["shared_bytes"] if tile.num_stages > 1 else max(4096, 0.1 * row["shared_bytes"])
+        slack = 0.1 * row["shared_bytes"] if tile.num_stages > 1 else max(5120, 0.1 * row["shared_bytes"])
         assert row["shared_bytes"] <= need <= row["shared_bytes"] + slack, row
 
 
