@@ -74,7 +74,7 @@ def test_slices_of_one_target_add_up_and_say_which_they_are(command, capsys):
     assert (status, record["devices"], record["calls"]) == (0, ["sm_80"], 3)
     assert (row["slices"], row["of"], row["kernels"]) == ([1], 2, 1)
     assert row["spilling"] == {"bfloat16": {"kernels": 1, "spilling": 0, "bytes": 0}}
-    assert "sm_80   slices [1] of 2: 1 kernels, 512 of 166912 bytes shared memory" in capsys.readouterr().out
+    assert "sm_80   slices [1] of 2: 1 kernels, 1024 of 166912 bytes shared memory" in capsys.readouterr().out
     status, record = command(calls, *options, "2/2")
     (row,) = record["targets"]
     assert (status, row["slices"], row["kernels"], row["faults"]) == (0, [1, 2], 2, [])
