@@ -119,6 +119,9 @@ class Plan:
         self._results = (o.shape, o.dtype), (lse.shape, lse.dtype)
         # kernels take addresses, and shapes and strides beside them: a view stands where its tensor begins
         begins = {x.data_ptr(): i for i, x in reversed(list(enumerate((*self._given, o, lse)))) if x.numel()}
+        # of a view with a negative bit they were given a copy, which no later call would fill
+        if any(x.is_neg() for x in self._given):
+            return
         for run, arguments in launches:
             self._launches.append((run, list(arguments), _places(arguments, begins)))
 
@@ -142,6 +145,7 @@ class Plan:
             raise RuntimeError(ops.NO_TRITON_GRADIENT)
         fits = v_cache.data_ptr() - k_cache.data_ptr() == self._apart or not self._latent
         fits &= all(x.data_ptr() % 16 == shape.misaligned for x, shape in zip(given, self._shapes, strict=True))
+        fits &= not any(x.is_neg() for x in given)
         if not self._launches or not fits or torch.compiler.is_compiling():
             return State(*ops.dispatch(q, [self._moved(one, k_cache, v_cache) for one in self._passes], self._call))
         (o_shape, o_dtype), (lse_shape, lse_dtype) = self._results

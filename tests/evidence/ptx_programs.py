@@ -360,4 +360,8 @@ def plans(target: str) -> dict:
             shifted = torch.empty(inputs(1)[0].numel() + 1, dtype=torch.bfloat16)[1:].view(inputs(1)[0].shape)
             shifted.copy_(given[0])
             found[f"{name}, misaligned"] = bool(torch.equal(made(shifted, *given[1:]).o, o))
+            negative = torch._neg_view(-given[0])
+            found[f"{name}, negative"] = bool(torch.equal(made(negative, *given[1:]).o, o))
+            made = plan(negative, *given[1:], levels, backend="triton")
+            found[f"{name}, planned negative"] = bool(torch.equal(made(*given).o, o))
     return found

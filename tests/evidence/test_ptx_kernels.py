@@ -190,8 +190,11 @@ def test_a_process_started_for_a_target_executes_every_call():
 
 
 def test_a_plan_launches_what_the_call_does_for_other_tensors():
-    """Bit for bit, in as many launches; a query that is aligned otherwise goes the way of a call."""
+    """Bit for bit, in as many launches; a query that is aligned otherwise or negated goes the way of a call."""
     found = program("plans('sm_90')")
+    assert [
+        found.pop(f"{name}, {kind}negative") for name in ("naive", "cascade", "fused") for kind in ("", "planned ")
+    ] == ([True] * 6)
     assert {name: each for name, each in found.items() if "misaligned" in name} == {
         f"{name}, misaligned": True for name in ("naive", "cascade", "fused")
     }
