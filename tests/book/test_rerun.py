@@ -12,83 +12,29 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cascade_lab.book.execution import load
 from cascade_lab.evidence.claims import gather
+from tests.notebook_cases import names_set, names_taken
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PATHS = sorted((CHECKOUT / "notebooks").glob("*.ipynb"))
-SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def sources(path):
     return [cell.source for cell in load(path).cells if cell.cell_type == "code"]
 
 
-def sets(node: ast.AST) -> set[str]:
-    """Names that a piece of a cell sets in the notebook; what functions and comprehensions set stays in them."""
-    if isinstance(node, ast.FunctionDef):
-        return {node.name}
-    if isinstance(node, ast.alias):
-        return {node.asname or node.name.split(".")[0]}
-    if isinstance(node, ast.Name):
-        return set() if isinstance(node.ctx, ast.Load) else {node.id}
-    if isinstance(node, SCOPES):
-        return {each.target.id for each in ast.walk(node) if isinstance(each, ast.NamedExpr)}
-    return set().union(*map(sets, ast.iter_child_nodes(node)))
-
-
-def reads(node: ast.AST, local: frozenset[str] = frozenset()) -> Iterator[tuple[str, bool]]:
-    """Names that a piece of a cell reads from the notebook, and whether a function or comprehension does so, later."""
-    if isinstance(node, ast.Name):
-        if isinstance(node.ctx, ast.Load) and node.id not in local:
-            yield node.id, bool(local)
-    elif isinstance(node, SCOPES):
-        inner = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-        inner |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-        inner |= {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef) and each is not node}
-        for child in ast.iter_child_nodes(node):
-            yield from reads(child, local | inner | {""})
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from reads(child, local)
-
-
-def taken(source: str) -> set[str]:
-    """Names that a cell reads before it has set them, or that a function of it reads whenever it is called."""
-    found: set[str] = set()
-
-    def go(statements, here: set[str]) -> None:
-        for statement in statements:
-            parts = [part for name, part in ast.iter_fields(statement) if name not in ("body", "orelse", "finalbody")]
-            compound = isinstance(statement, (ast.For, ast.While, ast.If, ast.With, ast.Try))
-            heads = [
-                x for part in parts for x in (part if isinstance(part, list) else [part]) if isinstance(x, ast.AST)
-            ]
-            for head in heads if compound else [statement]:
-                late = isinstance(statement, ast.FunctionDef)
-                found.update(name for name, later in reads(head) if name not in here or (later and late))
-                here |= sets(head)
-            if compound:
-                for name in ("body", "handlers", "orelse", "finalbody"):
-                    for each in [getattr(statement, name, [])]:
-                        go([x for h in each for x in (h.body if isinstance(h, ast.ExceptHandler) else [h])], here)
-
-    go(ast.parse(source).body, set())
-    return found
-
-
 def changing(cells: list[str]) -> dict[str, list[int]]:
     """Names that some cell takes from the notebook although several cells set them, with the numbers of those cells."""
     set_by: dict[str, list[int]] = {}
     for number, source in enumerate(cells, 1):
-        for name in sets(ast.parse(source)):
+        for name in names_set(ast.parse(source)):
             set_by.setdefault(name, []).append(number)
-    wanted = set().union(*map(taken, cells))
+    wanted = set().union(*map(names_taken, cells))
     return {name: numbers for name, numbers in sorted(set_by.items()) if name in wanted and len(numbers) > 1}
 
 
