@@ -101,13 +101,14 @@ def _is_ours(output: Path) -> bool:
 
 def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
     """(file name, page) of everything."""
-    from cascade_lab.book import api_pages, map_page, markdown, notation
+    from cascade_lab.book import api_pages, map_page, markdown, notation, sheet_page
 
     paths = select(folder)
     title, introduction, drawn = _introduction(readme, folder.parent)
-    reuse = folder.parent / "REUSE.md"
+    reuse, sheet = folder.parent / "REUSE.md", folder.parent / "SHEET.md"
     navigation = [
         ("index.html", title, title),
+        *([("sheet.html", "Sheet", "Everything on one page")] if sheet.is_file() else []),
         ("explorer.html", "Explorer", "Explorer"),
         ("api/index.html", "API", "API reference"),
         *([("reuse.html", "Reuse", "Reuse from other programs")] if reuse.is_file() else []),
@@ -169,6 +170,8 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             here="explorer.html",
         ),
     )
+    if sheet.is_file():
+        yield "sheet.html", sheet_page.page(sheet, navigation)
     if reuse.is_file():
         text = _LOCAL_LINK.sub(r"\1", reuse.read_text(encoding="utf-8"))
         yield (
@@ -196,7 +199,7 @@ def _introduction(readme: str, root: Path) -> tuple[str, str, str]:
     if found:
         text = text.replace(found[0], "")
         image = _drawn(root / found["file"], found["alt"])
-    return title.removeprefix("# ").strip(), text.strip(), image
+    return title.removeprefix("# ").strip(), text.replace("](SHEET.md)", "](sheet.html)").strip(), image
 
 
 def _drawn(bitmap: Path, alt: str) -> str:

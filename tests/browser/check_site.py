@@ -19,7 +19,7 @@ from tests.browser.conftest import CHECKOUT
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
 NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
-PAGES = ["index", "explorer", "notation", "map", *NOTEBOOKS, "api/index"]
+PAGES = ["index", "sheet", "explorer", "notation", "map", *NOTEBOOKS, "api/index"]
 PAGES += [f"api/{name}" for name in api_pages.module_names()]
 WIDTHS = {"desk": 1280, "phone": 360}
 
@@ -348,7 +348,7 @@ def test_every_control_of_the_explorer_has_a_name_and_is_reached_in_order(page, 
         assert f'spinbutton "{name}, typed"' in snapshot
 
 
-@pytest.mark.parametrize("name", ["index", NOTEBOOKS[0]])
+@pytest.mark.parametrize("name", ["index", "sheet", NOTEBOOKS[0]])
 def test_a_page_prints_without_its_navigation_and_without_cut_code(name, page, folder):
     page.emulate_media(media="print")
     page.set_viewport_size({"width": 700, "height": 900})
@@ -356,3 +356,29 @@ def test_a_page_prints_without_its_navigation_and_without_cut_code(name, page, f
     assert not page.is_visible("header")
     cut = page.evaluate("[...document.querySelectorAll('pre')].filter(p => p.scrollWidth > p.clientWidth + 1).length")
     assert cut == 0
+
+
+def printed(page, paper):
+    """The pages that Chromium prints on a paper, as PDF objects."""
+    return len(re.findall(rb"/Type\s*/Page\b", page.pdf(format=paper, prefer_css_page_size=False)))
+
+
+@pytest.mark.parametrize("paper", ["A4", "Letter"])
+def test_the_sheet_prints_on_one_page_in_a_size_that_can_be_read(paper, page, folder, pictures):
+    page.goto((folder / "sheet.html").as_uri())
+    assert printed(page, paper) == 1
+    page.pdf(path=pictures / f"sheet_{paper}.pdf", format=paper)
+    page.emulate_media(media="print")
+    point = 96 / 72
+    sizes = page.eval_on_selector_all(
+        ".sheet :is(p, li)", "all => all.map(x => parseFloat(getComputedStyle(x).fontSize))"
+    )
+    assert min(sizes) >= 8 * point
+    smaller = page.eval_on_selector_all(
+        ".sheet :is(td, pre, code)", "all => all.map(x => parseFloat(getComputedStyle(x).fontSize))"
+    )
+    assert min(smaller) >= 6.5 * point
+    tops = page.eval_on_selector_all(".sheet section", "all => all.map(x => x.getBoundingClientRect().left)")
+    assert len(set(tops)) == 2  # columns
+    page.evaluate("{ const sheet = document.querySelector('.sheet'); sheet.append(sheet.cloneNode(true)); }")
+    assert printed(page, paper) > 1
