@@ -110,10 +110,10 @@ MUTANTS = (
         "core/test_attention.py::test_tree_begins_anywhere_in_a_tile[triton-30]",
     ),
     Mutant(
-        "one key too many on the last page",
+        "last key left out",
         TRITON_ATTENTION,
         "m_n = (o_n >= lo) & (o_n < hi)",
-        "m_n = (o_n >= lo) & (o_n <= hi)",
+        "m_n = (o_n >= lo) & (o_n < hi - 1)",
         "1.2",
         "core/test_attention.py::test_padding_rows_are_empty_and_harmless[triton]",
     ),

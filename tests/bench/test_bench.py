@@ -231,7 +231,9 @@ def test_calls_are_launched_up_to_the_launcher_in_a_process_of_their_own():
     rows = {row.name.removesuffix(" / one-argument launch"): row for row in cpu.host(2)}
     launches = {name: int(row.note.split()[0]) for name, row in rows.items()}
     names = ("attention", "cascade_attention, fused", "cascade_attention, cascade", "merge_state")
-    assert list(launches) == [*names, *(f"{name}, unchecked" for name in names)]
+    plans = ("plan, fused", "plan, cascade")
+    assert list(launches) == [*names, *(f"{name}, unchecked" for name in names), *plans]
+    assert [launches[name] for name in plans] == [launches[f"cascade_attention, {name[6:]}"] for name in plans]
     assert [launches[name] for name in names] == [launches[f"{name}, unchecked"] for name in names]
     assert launches["attention"] == launches["cascade_attention, fused"] == launches["merge_state"] == 1
     assert launches["cascade_attention, cascade"] > 1
