@@ -70,7 +70,12 @@ _EXCEPTIONS["sm_120", 64] = _EXCEPTIONS["sm_86", 64]
 # few rows
 _FULL_TILES = {
     32: (Tile(16, 32, 4, 2), *(Tile(m, 32, 8, 1, max_registers=255) for m in (32, 64, 128))),
-    64: (Tile(16, 32, 4, 2), *(Tile(m, n, 8, 1, max_registers=255) for m, n in ((32, 32), (64, 32), (128, 16)))),
+    64: (
+        Tile(16, 32, 4, 2),
+        Tile(32, 32, 8, 1, max_registers=255),
+        Tile(64, 32, 16, 1),
+        Tile(128, 16, 8, 1, max_registers=255),
+    ),
     128: (*(Tile(m, 16, 8, 1, max_registers=255) for m in (16, 32)), Tile(64, 16, 16, 1)),
     256: (Tile(16, 16, 8, 1, max_registers=255), *(Tile(m, 16, 16, 1) for m in (32, 64))),
     1024: tuple(Tile(m, 16, 8, 1, max_registers=255) for m in (16, 32)),
