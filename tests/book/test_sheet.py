@@ -27,12 +27,12 @@ def written(value, digits):
 
 
 def agrees(found, text):
-    """A value and how it is written: a word, a fraction, or a number rounded to the digits that are shown."""
+    """A value and how it is written: a word, a decimal number rounded to the digits shown, or an exact number."""
     if isinstance(found, bool):
         return text == str(found)
-    if "/" in text or not isinstance(found, float):
-        return Fraction(text) == found if "." not in text else written(found, len(text.partition(".")[2])) == text
-    return written(found, len(text.partition(".")[2])) == text
+    if "." in text or isinstance(found, float):
+        return text == written(found, len(text.partition(".")[2]))
+    return Fraction(text) == found
 
 
 def judged(block):
