@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,20 @@ from cascade_lab.evidence.claims import MIME
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
     from nbformat import NotebookNode
 
 PICTURES = ("image/svg+xml", "image/png", "image/jpeg")
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A symbol or a term: formulas or words for it, one of them as HTML, its meaning, and where it is explained."""
+
+    names: tuple[str, ...]
+    shown: str
+    meaning: str
+    address: str
 
 
 def to_html(
@@ -31,11 +43,13 @@ def to_html(
     navigation: Sequence[tuple[str, str, str]] = (),
     here: str = "",
     explorer: str = "",
+    equations: Mapping[str, Collection[str]] | None = None,
+    glossary: Sequence[Explained] = (),
 ) -> str:
     """The page of one executed notebook.
 
     A picture's alternative text is its output metadata, {"image/png": {"alt": ...}}. A claim has the anchor
-    "claim-ID", and a heading the one made of its text.
+    "claim-ID", a heading the one that JupyterLab makes of its text, and an equation that of its number.
 
     Args:
         notebook: as nbformat reads it.
@@ -43,19 +57,28 @@ def to_html(
         navigation: (address, text, name read aloud) of the pages to link to at the top.
         here: which of these is this page.
         explorer: a macro of explorer_parts.html.j2 that the page ends with, or none.
+        equations: numbers of equations by the name of the other notebook that has them.
+        glossary: symbols and terms of this notebook, which it lists and links to their explanations.
 
     Raises:
         NotebookError: a formula cannot be converted or a picture is not there; the cell is named.
     """
     from cascade_lab.book import canonical, markdown
+    from cascade_lab.book.mathml import numbers
 
-    headings, cells = markdown.Headings(), []
+    headings, cells = markdown.Headings(markdown.jupyterlab_id), []
+    own = [number for cell in notebook.cells if cell.cell_type == "markdown" for number in numbers(cell.source)]
+    linked = {
+        "headings": headings,
+        "equations": {**(equations or {}), "": own},
+        "glossary": markdown.Glossary({name: (one.address, one.meaning) for one in glossary for name in one.names}),
+    }
     language = notebook.metadata.get("language_info", {}).get("pygments_lexer", "ipython3")
     for number, cell in enumerate(notebook.cells, 1):
         try:
             if cell.cell_type == "markdown":
                 carried = cell.get("attachments", {})
-                text = markdown.to_html(cell.source, folder=path.parent, attachments=carried, headings=headings)
+                text = markdown.to_html(cell.source, folder=path.parent, attachments=carried, **linked)
                 cells.append({"text": text, "code": "", "purpose": "", "outputs": []})
             elif cell.cell_type == "code" and (cell.source.strip() or cell.outputs):
                 outputs = [shown for output in cell.outputs if (shown := _output(output, headings))]
@@ -75,6 +98,7 @@ def to_html(
         root="",
         here=here,
         explorer=explorer,
+        glossary=glossary,
     )
 
 
@@ -103,7 +127,18 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["version"] = cascade_lab.__version__
+    environment.globals["heading"] = _heading
     return environment
+
+
+def _heading(level: int, text: str, id: str = "", *, anchored: bool = True) -> Markup:
+    """A heading of a template, with the id made of its text where none is given."""
+    from markupsafe import escape
+
+    from cascade_lab.book import markdown
+
+    shown = escape(text)
+    return type(shown)(markdown.heading(level, id or markdown.github_id(_text(shown)), shown, anchored=anchored))
 
 
 def _output(output: NotebookNode, headings: list) -> str:

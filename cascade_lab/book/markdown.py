@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pygments
@@ -17,24 +18,100 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
-from cascade_lab.book.mathml import to_mathml
+from cascade_lab.book.mathml import equation_id, to_mathml
 
 TAGS = ("br", "details", "kbd", "p", "sub", "summary", "sup")
 _KEPT = re.compile(rf"(</?(?:{'|'.join(TAGS)})\s*/?>|<!--.*?-->)", re.DOTALL)
 _NEIGHBOUR = re.compile(r"([\w.-]+)\.ipynb(#.*)?")
+_NUMBER = re.compile(r"\((\d+\.\d+)\)")
+_HEADING = re.compile(r"^(?=#{1,6}[ \t])", re.MULTILINE)
+_CODE_BLOCK = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+_TERM = re.compile(r'<a class="term"[^>]*>(.*?)</a>')
+
+
+def jupyterlab_id(text: str) -> str:
+    """The id that JupyterLab gives a heading of this text: its spaces are hyphens, and all else stays."""
+    return text.replace(" ", "-")
+
+
+def github_id(text: str) -> str:
+    """The id that GitHub gives a heading of this text: small letters, digits and hyphens for spaces."""
+    return re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
 
 
 class Headings(list):
-    """The headings of one page as (level, id, html), in order; ids are unique on the page."""
+    """The headings of one page as (level, id, html), in order; ids are unique on the page.
+
+    Args:
+        name: makes the id of a heading from its text, `jupyterlab_id` or `github_id`.
+    """
+
+    def __init__(self, name: Callable[[str], str] = github_id):
+        super().__init__()
+        self._name = name
 
     def add(self, level: int, text: str) -> str:
         """Note a heading and return its id."""
-        plain = html.unescape(re.sub(r"<annotation.*?</annotation>|<[^>]+>", "", text))
-        stem = re.sub(r"[^\w]+", "-", plain.lower()).strip("-") or "section"
+        stem = self._name(_plain_text(text)) or "section"
         taken = {id for _, id, _ in self}
-        id = next(i for i in (stem, *(f"{stem}-{n}" for n in range(2, len(self) + 3))) if i not in taken)
+        id = next(i for i in (stem, *(f"{stem}-{n}" for n in range(1, len(self) + 2))) if i not in taken)
         self.append((level, id, text))
         return id
+
+
+def heading(level: int, id: str, text: str, *, anchored: bool = True) -> str:
+    """A heading with a link to it beside it, which is no part of the heading.
+
+    Args:
+        level: 1 to 6.
+        id: where the link leads.
+        text: HTML.
+        anchored: give the heading this id, which otherwise an element around it has.
+    """
+    id, label = html.escape(id), html.escape(_plain_text(text))
+    own = f' id="{id}"' if anchored else ""
+    link = f'<a class="permalink" href="#{id}" aria-label="Link to: {label}">¶</a>'
+    return f'<div class="heading"><h{level}{own}>{text}</h{level}>&nbsp;{link}</div>\n'
+
+
+def sections(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """A notebook cut at its headings: (id of the heading, text below it), a heading's own line included.
+
+    Args:
+        texts: the sources of its Markdown cells in order.
+    """
+    headings, found = Headings(jupyterlab_id), []
+    for text in texts:
+        for piece in _HEADING.split(_CODE_BLOCK.sub("", text)):
+            if piece.startswith("#"):
+                to_html(piece.partition("\n")[0], headings=headings)
+            if piece.strip():
+                found.append((headings[-1][1] if headings else "", piece))
+    return found
+
+
+@dataclass
+class Glossary:
+    """Where symbols and terms are explained; each is a link at its first use in a section of a page.
+
+    Attributes:
+        entries: (address, meaning) by the formula of a symbol, and by a term, which is linked where it stands in bold.
+    """
+
+    entries: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    _used: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def new_section(self) -> None:
+        self._used.clear()
+
+    def link(self, name: str, shown: str) -> str:
+        """`shown` as a link to the explanation of `name`, where it has one that this section does not link yet."""
+        found = self.entries.get(name)
+        if found is None or name in self._used:
+            return shown
+        self._used.add(name)
+        address, meaning = (html.escape(each) for each in found)
+        return f'<a class="term" href="{address}" title="{meaning}">{shown}</a>'
 
 
 def to_html(
@@ -44,6 +121,8 @@ def to_html(
     attachments: Mapping[str, Mapping[str, str]] | None = None,
     headings: Headings | None = None,
     link: Callable[[str], str] | None = None,
+    equations: Mapping[str, Collection[str]] | None = None,
+    glossary: Glossary | None = None,
 ) -> str:
     """Markdown with formulas between dollar signs as HTML.
 
@@ -51,14 +130,18 @@ def to_html(
         text: Markdown as JupyterLab reads it.
         folder: where the pictures lie that the text names; they are put inside.
         attachments: pictures that a notebook's cell carries itself, by name and then by type, in base64.
-        headings: collects the headings; each gets its id from there.
+        headings: collects the headings; each gets its id from there. By default ids are GitHub's.
         link: the address that a name in backticks leads to, "" for none.
+        equations: numbers of equations by the name of the notebook that has them, those of this page under "". A link
+            of such a number leads to the equation itself, where the text can name no more than its section.
+        glossary: makes the first use of symbols and terms links.
 
     Raises:
         FormulaError: a formula cannot be converted.
         ValueError: a picture is not there, or outside the folder.
     """
-    renderer = _Renderer(folder, attachments, Headings() if headings is None else headings, link)
+    headings = Headings() if headings is None else headings
+    renderer = _Renderer(folder, attachments, headings, link, equations or {}, glossary or Glossary())
     try:
         return MarkdownWithMath(renderer).render(text)
     except InvalidNotebook as error:
@@ -81,19 +164,26 @@ class _Renderer(IPythonRenderer):
         attachments: Mapping[str, Mapping[str, str]] | None,
         headings: Headings,
         link: Callable[[str], str] | None,
+        equations: Mapping[str, Collection[str]],
+        glossary: Glossary,
     ):
         embedding = {"embed_images": folder is not None, "path": str(folder or ""), "attachments": attachments}
         super().__init__(allow_harmful_protocols=False, **embedding)
-        self._headings, self._link = headings, link
+        self._headings, self._link, self._equations, self._glossary = headings, link, equations, glossary
 
     def heading(self, text: str, level: int, **_: object) -> str:
-        return f'<h{level} id="{self._headings.add(level, text)}">{text}</h{level}>\n'
+        self._glossary.new_section()
+        text = _TERM.sub(r"\1", text)
+        return heading(level, self._headings.add(level, text), text)
 
     def block_math(self, body: str) -> str:
         return to_mathml(body, block=True)
 
     def inline_math(self, body: str) -> str:
-        return to_mathml(body)
+        return self._glossary.link(body.strip(), to_mathml(body))
+
+    def strong(self, text: str) -> str:
+        return f"<strong>{self._glossary.link(_as_term(text), text)}</strong>"
 
     def latex_environment(self, name: str, body: str) -> str:
         return to_mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", block=True)
@@ -116,7 +206,11 @@ class _Renderer(IPythonRenderer):
     def link(self, text: str, url: str, title: str | None = None) -> str:
         if url.startswith("../"):  # a source beside the notebooks, of which there is no page
             return text
-        neighbour = _NEIGHBOUR.fullmatch(url)
+        text, number, neighbour = _TERM.sub(r"\1", text), _NUMBER.fullmatch(text), _NEIGHBOUR.fullmatch(url)
+        if number and (neighbour or url.startswith("#")):
+            name = neighbour[1] if neighbour else ""
+            if number[1] in self._equations.get(name, ()):
+                return super().link(text, f"{name and name + '.html'}#{equation_id(number[1])}", title)
         return super().link(text, f"{neighbour[1]}.html{neighbour[2] or ''}" if neighbour else url, title)
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
@@ -129,6 +223,18 @@ class _Renderer(IPythonRenderer):
 
     def table(self, text: str) -> str:
         return f'<div class="scroll" role="region" aria-label="Table" tabindex="0"><table>\n{text}</table></div>\n'
+
+
+def _as_term(text: str) -> str:
+    """Words in bold as the glossary has them: without a full stop, and without a capital that opens a sentence."""
+    text = text.rstrip(".")
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+
+
+def _plain_text(fragment: str) -> str:
+    """What a fragment of HTML says; of a formula its TeX between dollar signs, as JupyterLab names a heading."""
+    formula = re.sub(r"<math.*?<annotation[^>]*>(.*?)</annotation>.*?</math>", r"$\1$", fragment)
+    return html.unescape(re.sub(r"<[^>]+>", "", formula))
 
 
 def _plain(source: str) -> str:

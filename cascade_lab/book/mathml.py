@@ -42,8 +42,8 @@ def to_mathml(tex: str, *, block: bool = False) -> str:
     Args:
         tex: the formula without its dollar signs.
         block: on a line of its own, inside a `span` of class "equation"; the number of a \tag stands beside it, in a
-            `span` of class "number". A long formula within a line is inside a `span` of class "formula", for a browser
-            breaks no formula and a narrow page has to scroll it.
+            `span` of class "number", and names the place of the equation (`equation_id`). A long formula within a line
+            is inside a `span` of class "formula", for a browser breaks no formula and a narrow page has to scroll it.
 
     Raises:
         FormulaError: a command that is not known, or a formula that does not parse.
@@ -82,7 +82,18 @@ def to_mathml(tex: str, *, block: bool = False) -> str:
     if not block:
         return f'<span class="formula">{math}</span>' if len(body) > _LONG else math
     number = "".join(f'<span class="number">({escape(tag)})</span>' for tag in tags)
-    return f'<span class="equation">{math}{number}</span>'
+    place = "".join(f' id="{escape(equation_id(tag))}"' for tag in tags)
+    return f'<span class="equation"{place}>{math}{number}</span>'
+
+
+def numbers(text: str) -> list[str]:
+    r"""The numbers that equations of a Markdown text have by \tag, in order."""
+    return _TAG.findall(text)
+
+
+def equation_id(number: str) -> str:
+    """The id of the equation of a number on its page."""
+    return f"equation-{number}"
 
 
 def _space_as_tex(element: ElementTree.Element) -> None:

@@ -34,7 +34,7 @@ EXPLORERS = {"02_cascade_read_volume": "verify", "03_prefix_hit_area": "hit"}
 """The part of the explorer that the page of a notebook ends with."""
 
 # to a file beside README, of which the site has no page
-_LOCAL_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]+\)")
+_LOCAL_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)[^)]+\)")
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ def _is_ours(output: Path) -> bool:
 def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
     """(file name, page) of everything."""
     from cascade_lab.book import api_pages, map_page, markdown, notation, sheet_page
+    from cascade_lab.book.mathml import numbers
 
     paths = select(folder)
     title, introduction, drawn = _introduction(readme, folder.parent)
@@ -117,6 +118,8 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
         *((f"{path.stem}.html", path.stem.partition("_")[0], path.stem.replace("_", " ")) for path in paths),
     ]
     entries, known = [], modes.held(folder)
+    written = {path.stem: _texts(path) for path in paths}
+    equations = {name: [number for text in texts for number in numbers(text)] for name, texts in written.items()}
     for path in paths:
         try:
             notebook = load(path)
@@ -127,7 +130,15 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
                 if claim.verdict == FAILS:
                     raise NotebookError(f"claim {claim.id} fails")
             explorer = EXPLORERS.get(path.stem, "")
-            page = to_html(notebook, path, navigation=navigation, here=f"{path.stem}.html", explorer=explorer)
+            page = to_html(
+                notebook,
+                path,
+                navigation=navigation,
+                here=f"{path.stem}.html",
+                explorer=explorer,
+                equations=equations,
+                glossary=notation.explained(path.stem.partition("_")[0]),
+            )
         except (NotebookError, ValueError) as error:
             raise NotebookError(f"{path.name}, {error}") from None
         yield f"{path.stem}.html", page
@@ -185,10 +196,19 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
                 here="reuse.html",
             ),
         )
-    yield "notation.html", notation.page(navigation, {path.stem.partition("_")[0]: path.stem for path in paths})
+    sections = {name: markdown.sections(texts) for name, texts in written.items()}
+    yield "notation.html", notation.page(navigation, sections)
     yield "map.html", map_page.page(Path(__file__).parents[1], navigation, api_pages.module_names())
     for name, page in api_pages.pages(navigation):
         yield f"api/{name}", page
+
+
+def _texts(path: Path) -> list[str]:
+    """The Markdown cells of a notebook; none of a file that is no notebook, which its page reports."""
+    try:
+        return [cell.source for cell in load(path).cells if cell.cell_type == "markdown"]
+    except NotebookError:
+        return []
 
 
 def _introduction(readme: str, root: Path) -> tuple[str, str, str]:

@@ -40,6 +40,24 @@ def test_a_symbol_is_defined_where_the_table_says_and_named_in_the_code(symbol):
     assert symbol.defined or symbol.code
 
 
+@pytest.mark.parametrize("term", notation.terms(), ids=lambda term: term.name)
+def test_a_term_is_defined_in_bold_where_the_table_says_and_named_in_the_code(term):
+    for number, words in term.defined.items():
+        assert any(words in text for text in texts(number)), (number, words)
+        (bold,) = re.findall(r"\*\*(.+?)\*\*", words)
+        assert bold.rstrip(".").lower() in {name.lower() for name in (term.name, *term.words)}
+    sources = [path.read_text(encoding="utf-8") for path in Path(cascade_lab.__file__).parent.rglob("*.py")]
+    for name in term.code:
+        assert any(re.search(rf"(?<!\w){name}(?!\w)", source) for source in sources), name
+    assert term.defined
+
+
+def test_every_row_of_the_notation_page_has_a_place_of_its_own():
+    places = [row.anchor for row in (*notation.symbols(), *notation.terms())]
+    assert len(places) == len(set(places))
+    assert all(re.fullmatch(r"(symbol|term)-[\w-]+", place) for place in places)
+
+
 @pytest.mark.parametrize("number", NOTEBOOKS)
 def test_formulas_of_a_notebook_use_symbols_that_the_table_defines_for_it(number):
     unlisted = set()
