@@ -176,6 +176,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     site.set_defaults(carry_out=_site)
 
+    edition = commands.add_parser(
+        "edition",
+        parents=[source, output],
+        help="which passages of the Chinese edition lag behind the English text",
+        description="Compare the translations, README.zh.md, SHEET.zh.md and notebooks/zh/, with the English text, and "
+        "print a line for each passage that lags behind, is missing, or differs in formulas, code, numbers or links. "
+        "With --mark or --write, first do that.",
+    )
+    edition.add_argument(
+        "--mark",
+        action="store_true",
+        help="note that all translations are those of today's English text, once they were brought up to date",
+    )
+    edition.add_argument(
+        "--write",
+        action="store_true",
+        help="write the notebooks with Chinese text, and the same code and outputs, into zh/ in the output folder",
+    )
+    edition.set_defaults(carry_out=_edition)
+
     bench = commands.add_parser(
         "bench",
         help="measure on this machine",
@@ -292,6 +312,26 @@ def _site(options: argparse.Namespace) -> int:
     return site.build(folder, (options.output or folder.parent / "build" / "site").resolve())
 
 
+def _edition(options: argparse.Namespace) -> int:
+    from cascade_lab.book import editions
+
+    folder = runner.find_folder(options.notebooks)
+    if options.write:
+        place = _output(options, folder) / editions.EDITION
+        print(f"{len(editions.write(folder, place))} notebooks in {place}")
+    documents = editions.documents(folder)
+    if not documents:
+        raise UsageError(f"no translations in {folder / editions.EDITION} and beside {folder}")
+    found = [
+        line for document in documents for line in (editions.mark if options.mark else editions.problems)(document)
+    ]
+    print(
+        *found or [f"{len(documents)} texts, {sum(len(d.translation) for d in documents)} passages, up to date"],
+        sep="\n",
+    )
+    return 1 if found else 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     from cascade_lab.bench import command
 
@@ -300,7 +340,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _output(options: argparse.Namespace, folder: Path | None) -> Path:
     output = (options.output or folder.parent / "build").resolve()
-    return output / options.target if options.target else output
+    return output / options.target if getattr(options, "target", None) else output
 
 
 def _seconds(text: str) -> int:

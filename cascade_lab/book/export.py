@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import html
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
     from nbformat import NotebookNode
+
+LANGUAGES = {"en": "en", "zh": "zh-Hans"}
+"""The languages of pages, as HTML names them."""
 
 PICTURES = ("image/svg+xml", "image/png", "image/jpeg")
 
@@ -45,6 +49,8 @@ def to_html(
     explorer: str = "",
     equations: Mapping[str, Collection[str]] | None = None,
     glossary: Sequence[Explained] = (),
+    language: str = "en",
+    other: tuple[str, str] | None = None,
 ) -> str:
     """The page of one executed notebook.
 
@@ -59,6 +65,8 @@ def to_html(
         explorer: a macro of explorer_parts.html.j2 that the page ends with, or none.
         equations: numbers of equations by the name of the other notebook that has them.
         glossary: symbols and terms of this notebook, which it lists and links to their explanations.
+        language: of LANGUAGES.
+        other: language and address of the same page in another language, or none.
 
     Raises:
         NotebookError: a formula cannot be converted or a picture is not there; the cell is named.
@@ -73,7 +81,7 @@ def to_html(
         "equations": {**(equations or {}), "": own},
         "glossary": markdown.Glossary({name: (one.address, one.meaning) for one in glossary for name in one.names}),
     }
-    language = notebook.metadata.get("language_info", {}).get("pygments_lexer", "ipython3")
+    lexer = notebook.metadata.get("language_info", {}).get("pygments_lexer", "ipython3")
     for number, cell in enumerate(notebook.cells, 1):
         try:
             if cell.cell_type == "markdown":
@@ -82,7 +90,7 @@ def to_html(
                 cells.append({"text": text, "code": "", "purpose": "", "outputs": []})
             elif cell.cell_type == "code" and (cell.source.strip() or cell.outputs):
                 outputs = [shown for output in cell.outputs if (shown := _output(output, headings))]
-                code = markdown.highlight(cell.source, language)
+                code = markdown.highlight(cell.source, lexer)
                 told = (canonical.purpose(cell) or "Code") if canonical.is_folded(cell) else ""
                 cells.append({"text": "", "code": code, "purpose": told, "outputs": outputs})
         except ValueError as error:
@@ -99,12 +107,31 @@ def to_html(
         here=here,
         explorer=explorer,
         glossary=glossary,
+        language=language,
+        other=other,
     )
 
 
-def render(template: str, **values: object) -> str:
-    """One page from a template of the folder pages/, where texts are escaped unless the template says `safe`."""
-    return _environment().get_template(template).render(**values)
+def render(template: str, *, language: str = "en", other: tuple[str, str] | None = None, **values: object) -> str:
+    """One page from a template of the folder pages/, where texts are escaped unless the template says `safe`.
+
+    Args:
+        template: its file.
+        language: of LANGUAGES, for what the template itself says.
+        other: language and address of the same page in another language, or none.
+        values: what the template names.
+    """
+    switch = (
+        {"language": LANGUAGES[other[0]], "address": other[1], "text": words(other[0])["switch"]} if other else None
+    )
+    said = {"words": words(language), "language": LANGUAGES[language], "switch": switch}
+    return _environment().get_template(template).render(**said, **values)
+
+
+@cache
+def words(language: str) -> dict[str, str | dict[str, str]]:
+    """What pages say beside their texts, in a language of LANGUAGES."""
+    return tomllib.loads((Path(__file__).parent / "pages" / "words.toml").read_text(encoding="utf-8"))[language]
 
 
 def picture(data: bytes, kind: str, alt: str) -> str:

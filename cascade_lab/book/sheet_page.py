@@ -18,7 +18,14 @@ _LEDGER = re.compile(r"^<!-- (reads|pairs) -->$", re.MULTILINE)
 _PICTURE = re.compile(r"^!\[([^\]]+)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
 
 
-def page(source: Path, navigation: Sequence[tuple[str, str, str]], here: str = "sheet.html") -> str:
+def page(
+    source: Path,
+    navigation: Sequence[tuple[str, str, str]],
+    here: str = "sheet.html",
+    text: str = "",
+    language: str = "en",
+    other: tuple[str, str] | None = None,
+) -> str:
     """The page of a sheet.
 
     Args:
@@ -26,12 +33,15 @@ def page(source: Path, navigation: Sequence[tuple[str, str, str]], here: str = "
             notebooks lead to their pages.
         navigation: as for a notebook's page.
         here: which of these is this page.
+        text: a translation to show in place of the source.
+        language: of the text.
+        other: language and address of the page in another language, or none.
 
     Raises:
         OSError: a picture is not there.
         ValueError: a formula cannot be converted.
     """
-    text = source.read_text(encoding="utf-8").replace("](notebooks/", "](")
+    text = (text or source.read_text(encoding="utf-8")).replace("](notebooks/", "](")
     headings = markdown.Headings()
     lead, *sections = (
         _section(part, source.parent, headings) for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)
@@ -44,6 +54,8 @@ def page(source: Path, navigation: Sequence[tuple[str, str, str]], here: str = "
         navigation=navigation,
         root="",
         here=here,
+        language=language,
+        other=other,
     )
 
 

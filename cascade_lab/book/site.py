@@ -1,5 +1,6 @@
 """The site: index with the thesis and the table of claims, the notebooks as pages, an explorer of the two ledgers, the
-API reference, what other programs can reuse, the notation, and a map of the package.
+API reference, what other programs can reuse, the notation, and a map of the package. What is translated comes a second
+time, below zh/.
 
 It is made in seconds from the notebooks as they are kept, for these carry their outputs, and `check` proves them fresh;
 nothing is executed. Every page holds all it needs, so the site works from a folder, from an archive or without network.
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_lab import files
-from cascade_lab.book import canonical, modes
+from cascade_lab.book import canonical, editions, modes
 from cascade_lab.book.execution import load
-from cascade_lab.book.export import picture, render, to_html
+from cascade_lab.book.export import picture, render, to_html, words
 from cascade_lab.book.parameters import NotebookError
 from cascade_lab.book.runner import select
 from cascade_lab.evidence.claims import COLUMNS, FAILS, Claim, gather
@@ -28,7 +29,8 @@ from cascade_lab.files import UsageError
 _ROW = re.compile(r"^\|\s*\[\w+\]\(notebooks/(?P<name>\w+)\.ipynb\)\s*\|(?P<claim>[^|]+)\|.*\|(?P<figure>[^|]*)\|\s*$")
 _FIGURE = re.compile(r'src="(?P<file>[^"]+)".*?alt="(?P<alt>[^"]*)"')
 _PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?P<file>[^)\s]+)\)\n*", re.MULTILINE)
-
+# README's own links to its languages, which a page has in its navigation
+_SWITCH = re.compile(r"^\[English\]\(README\.md\) .*\n+", re.MULTILINE)
 
 EXPLORERS = {"02_cascade_read_volume": "verify", "03_prefix_hit_area": "hit"}
 """The part of the explorer that the page of a notebook ends with."""
@@ -68,7 +70,10 @@ def build(folder: Path, output: Path) -> int:
     if output.exists() and not (output.is_dir() and _is_ours(output)):
         raise UsageError(f"{output} holds something that is no site of this project; name another place with --output")
     try:
-        pages = dict(_pages(folder, readme.read_text(encoding="utf-8")))
+        edition = editions.read(folder)
+        pages = dict(_pages(folder, readme.read_text(encoding="utf-8"), edition))
+        for name, page in _pages(folder, edition.readme, edition, editions.EDITION) if edition.pages else ():
+            pages[name], pages[edition.address(name)] = edition.side_by_side(name, pages[name], page)
     except NotebookError as error:
         print(error, file=sys.stderr)
         return 1
@@ -99,14 +104,17 @@ def _is_ours(output: Path) -> bool:
     return '<meta name="generator" content="cascade-lab ' in index.read_text(encoding="utf-8", errors="replace")[:1000]
 
 
-def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
-    """(file name, page) of everything."""
+def _pages(
+    folder: Path, readme: str, edition: editions.Edition = editions.NONE, language: str = "en"
+) -> Iterator[tuple[str, str]]:
+    """(file name, page) of everything, or of what the edition has where its language is asked for."""
     from cascade_lab.book import api_pages, map_page, markdown, notation, sheet_page
     from cascade_lab.book.mathml import numbers
 
     paths = select(folder)
     title, introduction, drawn = _introduction(readme, folder.parent)
     reuse, sheet = folder.parent / "REUSE.md", folder.parent / "SHEET.md"
+    english, labels = language == "en", words(language)["navigation"]
     navigation = [
         ("index.html", title, title),
         *([("sheet.html", "Sheet", "Everything on one page")] if sheet.is_file() else []),
@@ -117,6 +125,7 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
         ("map.html", "Map", "Map of the package"),
         *((f"{path.stem}.html", path.stem.partition("_")[0], path.stem.replace("_", " ")) for path in paths),
     ]
+    navigation = [(address, labels.get(text, text), labels.get(text, name)) for address, text, name in navigation]
     entries, known = [], modes.held(folder)
     written = {path.stem: _texts(path) for path in paths}
     equations = {name: [number for text in texts for number in numbers(text)] for name, texts in written.items()}
@@ -129,19 +138,26 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             for claim in claims:
                 if claim.verdict == FAILS:
                     raise NotebookError(f"claim {claim.id} fails")
-            explorer = EXPLORERS.get(path.stem, "")
-            page = to_html(
-                notebook,
-                path,
-                navigation=navigation,
-                here=f"{path.stem}.html",
-                explorer=explorer,
-                equations=equations,
-                glossary=notation.explained(path.stem.partition("_")[0]),
-            )
+            here, explorer = f"{path.stem}.html", EXPLORERS.get(path.stem, "")
+            if not english:
+                notebook = edition.translated(path.stem, notebook)
+            in_language = {"language": language, "other": edition.other(here, language)}
+            page = ""
+            if english or here in edition.pages:
+                page = to_html(
+                    notebook,
+                    path,
+                    navigation=navigation,
+                    here=here,
+                    explorer=explorer,
+                    equations=equations,
+                    glossary=notation.explained(path.stem.partition("_")[0]),
+                    **in_language,
+                )
         except (NotebookError, ValueError) as error:
             raise NotebookError(f"{path.name}, {error}") from None
-        yield f"{path.stem}.html", page
+        if page:
+            yield here, page
         heading = re.search(r"^# (.+)$", notebook.cells[0].source, re.MULTILINE)
         claim, image = _row(readme, path.stem, folder.parent)
         entries.append(
@@ -167,8 +183,17 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             navigation=navigation,
             root="",
             here="index.html",
+            claims_page="" if english else "../index.html",
+            language=language,
+            other=edition.other("index.html", language),
         ),
     )
+    if sheet.is_file() and (english or "sheet.html" in edition.pages):
+        text = "" if english else edition.documents["sheet.html"].text
+        in_language = {"text": text, "language": language, "other": edition.other("sheet.html", language)}
+        yield "sheet.html", sheet_page.page(sheet, navigation, **in_language)
+    if not english:
+        return
     thesis = next((part for part in introduction.split("\n\n") if part.startswith("**The thesis.**")), "")
     yield (
         "explorer.html",
@@ -181,8 +206,6 @@ def _pages(folder: Path, readme: str) -> Iterator[tuple[str, str]]:
             here="explorer.html",
         ),
     )
-    if sheet.is_file():
-        yield "sheet.html", sheet_page.page(sheet, navigation)
     if reuse.is_file():
         text = _LOCAL_LINK.sub(r"\1", reuse.read_text(encoding="utf-8"))
         yield (
@@ -215,6 +238,7 @@ def _introduction(readme: str, root: Path) -> tuple[str, str, str]:
     """Title, text and picture of README up to its first section; the picture as drawn in the SVG beside its bitmap."""
     head = readme.split("\n## ", 1)[0]
     title, _, text = head.partition("\n")
+    text = _SWITCH.sub("", text)
     image, found = "", _PICTURE.search(text)
     if found:
         text = text.replace(found[0], "")

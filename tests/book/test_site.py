@@ -22,7 +22,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 import cascade_lab
 from cascade_lab import book, cli
-from cascade_lab.book import api_pages, export, layout, modes, runner, site
+from cascade_lab.book import api_pages, editions, export, layout, modes, runner, site
 from cascade_lab.book.mathml import FormulaError, to_mathml
 from cascade_lab.book.parameters import NotebookError
 from cascade_lab.evidence.claims import MIME, gather
@@ -30,6 +30,7 @@ from cascade_lab.files import UsageError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+TRANSLATED = sorted(editions.read(CHECKOUT / "notebooks").pages)
 HELD = modes.held(CHECKOUT / "notebooks")
 NOTEBOOKS = {path.stem: path for path in sorted((CHECKOUT / "notebooks").glob("*.ipynb"))}
 
@@ -65,6 +66,8 @@ def test_the_site_has_a_page_for_everything(pages):
     expected = {f"{name}.html" for name in ("index", "sheet", "explorer", "reuse", "notation", "map", "api/index")}
     expected |= {f"{name}.html" for name in NOTEBOOKS}
     expected |= {f"api/{name}.html" for name in api_pages.module_names()}
+    assert editions.read(CHECKOUT / "notebooks").pages <= expected
+    expected |= {f"zh/{name}" for name in TRANSLATED}
     assert set(pages) == expected
     assert {"levels", "drafts", "prefix", "regions", "states", "evidence.claims"} < set(api_pages.module_names())
 
@@ -72,7 +75,7 @@ def test_the_site_has_a_page_for_everything(pages):
 def test_a_page_has_language_title_and_headings_in_order(pages):
     titles = {}
     for name, page in pages.items():
-        assert page.html["lang"] == "en", name
+        assert page.html["lang"] == ("zh-Hans" if name.startswith("zh/") else "en"), name
         assert page.title.string.strip(), name
         levels = [int(heading.name[1]) for heading in page.find_all(re.compile("^h[1-6]$"))]
         assert levels.count(1) == 1, name
@@ -80,7 +83,7 @@ def test_a_page_has_language_title_and_headings_in_order(pages):
         ids = [node["id"] for node in page.find_all(id=True)]
         assert len(ids) == len(set(ids)), name
         titles.setdefault(page.title.string, []).append(name)
-    assert [same for same in titles.values() if len(same) > 1] == [["api/index.html", "index.html"]]
+    assert [same for same in titles.values() if len(same) > 1] == [["api/index.html", "index.html", "zh/index.html"]]
 
 
 def test_every_link_resolves(pages):
@@ -104,12 +107,12 @@ def test_nothing_is_loaded_from_elsewhere(pages, folder):
         for node in page.find_all(src=True):
             assert node["src"].startswith("data:image/"), (name, node.name)
         for node in page.find_all("link"):
-            assert node["href"] == "data:,", name
+            assert node["href"] == "data:," or (node["rel"] == ["alternate"] and node["hreflang"]), name
         assert page.find_all(["iframe", "object", "embed", "base"]) == []
         assert not re.search(r"@import|url\(", "".join(style.string for style in page.find_all("style"))), name
         text = (folder / name).read_text(encoding="utf-8")
         explored = ("explorer.html", *(f"{stem}.html" for stem in site.EXPLORERS))
-        assert text.count("<script") == (name in explored), name
+        assert text.count("<script") == (name.removeprefix("zh/") in explored), name
         # addresses stand in links to be clicked, in the name of MathML, and in text
         markup = re.sub(r'(src="data:|<a href=")[^"]+"', "", text)
         attributes = re.findall(r'\w+="[^"]*//[^"]*"', markup)
@@ -136,7 +139,7 @@ def test_the_index_shows_the_thesis_of_the_readme_and_every_notebook(pages):
     first = index.find("img")
     assert first["alt"] == alt
     assert first["src"].startswith("data:image/svg+xml;base64,")
-    introduction = re.sub(r"^!\[.+\n", "", introduction, flags=re.MULTILINE)
+    introduction = re.sub(r"^(!\[|\[English\]).+\n", "", introduction, flags=re.MULTILINE)
     introduction = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", introduction)
     assert " ".join(introduction.split()) in text
     assert "A plan has two ledgers" in " ".join(pages["explorer.html"].get_text().split())
@@ -197,6 +200,48 @@ def test_every_formula_is_mathml_and_no_tex_is_left(name, pages):
     hidden = ("annotation", "code", "pre", "style")
     left = " ".join(text for text in page.main.find_all(string=True) if not text.find_parent(hidden))
     assert not re.search(r"\\[a-zA-Z]+|\$", left), re.search(r".{20}(\\[a-zA-Z]+|\$).{20}", left)
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_a_translated_page_has_the_code_the_outputs_and_the_sections_of_the_english_one(name, pages):
+    both = pages[name], pages[f"zh/{name}"]
+    shown = [[block.get_text() for block in page.find_all("pre")] for page in both]
+    assert shown[0] == shown[1]
+    assert shown[0] or name == "index.html"
+    if name != "index.html":  # its claims are on the English page alone
+        ids = [[each["id"] for each in page.find_all(re.compile("^h[1-6]$"), id=True)] for page in both]
+        assert ids[0] == ids[1]
+    if name.removesuffix(".html") in NOTEBOOKS:
+        for kind in ("code", "claim", "picture"):
+            shown = [[str(block) for block in page.find_all(class_=kind)] for page in both]
+            assert shown[0] == shown[1] != []
+    assert re.search("[\u4e00-\u9fff]{4}", both[1].main.get_text())
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_a_translated_page_and_the_english_one_lead_to_each_other_section_by_section(name, pages):
+    for here, there, language in ((name, f"zh/{name}", "zh-Hans"), (f"zh/{name}", f"../{name}", "en")):
+        page = pages[here]
+        assert page.header.find_all("a")[-1]["href"] == there
+        assert page.find("link", rel="alternate") == page.find("link", hreflang=language, href=there)
+        sections = [heading["id"] for heading in page.find_all("h2", id=True)]
+        linked = [a["href"] for a in page.find_all("a", class_="elsewhere", hreflang=language)]
+        if name == "index.html":
+            sections = ["notebooks"]
+        assert linked == [f"{there}#{id}" for id in sections]
+    for name in set(pages) - {*TRANSLATED, *(f"zh/{name}" for name in TRANSLATED)}:
+        assert not pages[name].find(hreflang=True), name
+
+
+def test_a_page_of_the_edition_leads_to_the_edition_first(pages):
+    for name in TRANSLATED:
+        page = pages[f"zh/{name}"]
+        for link in page.find_all("a", href=True):
+            path = urlsplit(link["href"]).path.removeprefix("../")
+            ours = not link["href"].startswith(("../", "http"))
+            if link.get("hreflang") or not path or link.find_parent("p", class_="quiet"):
+                continue
+            assert ours == (path in TRANSLATED) or not path.endswith(".html"), (name, link["href"])
 
 
 MATH = {

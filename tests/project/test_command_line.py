@@ -13,7 +13,7 @@ from cascade_lab import cli
 from tests.limits import HANGS_S
 
 CHECKOUT = Path(cascade_lab.__file__).resolve().parents[1]
-COMMANDS = ("run", "refresh", "check", "claims", "bench", "trace")
+COMMANDS = ("run", "refresh", "check", "claims", "edition", "bench", "trace")
 NOTEBOOK = {
     "cells": [
         {
