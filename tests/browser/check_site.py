@@ -364,10 +364,11 @@ def printed(page, paper):
 
 
 @pytest.mark.parametrize("paper", ["A4", "Letter"])
-def test_the_sheet_prints_on_one_page_in_a_size_that_can_be_read(paper, page, folder, pictures):
-    page.goto((folder / "sheet.html").as_uri())
+@pytest.mark.parametrize("name", ["sheet", "zh/sheet"])
+def test_the_sheet_prints_on_one_page_in_a_size_that_can_be_read(name, paper, page, folder, pictures):
+    page.goto((folder / f"{name}.html").as_uri())
     assert printed(page, paper) == 1
-    page.pdf(path=pictures / f"sheet_{paper}.pdf", format=paper)
+    page.pdf(path=pictures / f"{name.replace('/', '_')}_{paper}.pdf", format=paper)
     page.emulate_media(media="print")
     point = 96 / 72
     sizes = page.eval_on_selector_all(
