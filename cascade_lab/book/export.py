@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def to_html(
     navigation: Sequence[tuple[str, str, str]] = (),
     here: str = "",
     explorer: str = "",
+    figures: Path | None = None,
     equations: Mapping[str, Collection[str]] | None = None,
     glossary: Sequence[Explained] = (),
     language: str = "en",
@@ -54,8 +56,9 @@ def to_html(
 ) -> str:
     """The page of one executed notebook.
 
-    A picture's alternative text is its output metadata, {"image/png": {"alt": ...}}. A claim has the anchor
-    "claim-ID", a heading the one that JupyterLab makes of its text, and an equation that of its number.
+    A picture's alternative text is in its output metadata, {"image/png": {"alt": ..., "figure": ...}}, and the figure
+    of that name is shown in place of the bitmap where it has been drawn as NAME.svg. A claim has the anchor "claim-ID",
+    a heading the one that JupyterLab makes of its text, and an equation that of its number.
 
     Args:
         notebook: as nbformat reads it.
@@ -63,6 +66,7 @@ def to_html(
         navigation: (address, text, name read aloud) of the pages to link to at the top.
         here: which of these is this page.
         explorer: a macro of explorer_parts.html.j2 that the page ends with, or none.
+        figures: the folder of the figures.
         equations: numbers of equations by the name of the other notebook that has them.
         glossary: symbols and terms of this notebook, which it lists and links to their explanations.
         language: of LANGUAGES.
@@ -89,7 +93,7 @@ def to_html(
                 text = markdown.to_html(cell.source, folder=path.parent, attachments=carried, **linked)
                 cells.append({"text": text, "code": "", "purpose": "", "outputs": []})
             elif cell.cell_type == "code" and (cell.source.strip() or cell.outputs):
-                outputs = [shown for output in cell.outputs if (shown := _output(output, headings))]
+                outputs = [shown for output in cell.outputs if (shown := _output(output, headings, figures))]
                 code = markdown.highlight(cell.source, lexer)
                 told = (canonical.purpose(cell) or "Code") if canonical.is_folded(cell) else ""
                 cells.append({"text": "", "code": code, "purpose": told, "outputs": outputs})
@@ -134,10 +138,11 @@ def words(language: str) -> dict[str, str | dict[str, str]]:
     return tomllib.loads((Path(__file__).parent / "pages" / "words.toml").read_text(encoding="utf-8"))[language]
 
 
-def picture(data: bytes, kind: str, alt: str) -> str:
-    """An `img` element with the picture inside."""
+def picture(data: bytes, kind: str, alt: str, width: int | None = None) -> str:
+    """An `img` element with the picture inside, as wide as it says or so many pixels of CSS."""
     encoded = base64.b64encode(data).decode()
-    return f'<img src="data:{kind};base64,{encoded}" alt="{html.escape(alt)}">'
+    size = "" if width is None else f' width="{width}"'
+    return f'<img src="data:{kind};base64,{encoded}" alt="{html.escape(alt)}"{size}>'
 
 
 @cache
@@ -168,7 +173,7 @@ def _heading(level: int, text: str, id: str = "", *, anchored: bool = True) -> M
     return type(shown)(markdown.heading(level, id or markdown.github_id(_text(shown)), shown, anchored=anchored))
 
 
-def _output(output: NotebookNode, headings: list) -> str:
+def _output(output: NotebookNode, headings: list, figures: Path | None) -> str:
     from nbconvert.filters import strip_ansi
 
     from cascade_lab.book import markdown
@@ -186,9 +191,23 @@ def _output(output: NotebookNode, headings: list) -> str:
     for kind in PICTURES:
         if kind in data:
             content = data[kind].encode() if kind.endswith("xml") else base64.b64decode(data[kind])
-            alt = output.get("metadata", {}).get(kind, {}).get("alt", "")
-            return f'<p class="picture">{picture(content, kind, alt)}</p>'
+            about = output.get("metadata", {}).get(kind, {})
+            shown = picture(content, kind, about.get("alt", ""))
+            drawn = _drawn(figures, about.get("figure"))
+            if drawn:
+                # a sharp picture in the bitmap's place, and as wide
+                width = int.from_bytes(content[16:20], "big") if content.startswith(b"\x89PNG") else None
+                shown = picture(drawn, "image/svg+xml", about.get("alt", ""), width)
+            return f'<p class="picture">{shown}</p>'
     return f"<pre>{html.escape(strip_ansi(data['text/plain']).rstrip())}</pre>" if "text/plain" in data else ""
+
+
+def _drawn(figures: Path | None, name: object) -> bytes:
+    """A figure by the name that an output gives, b"" where there is none in the folder."""
+    if figures is None or not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
+        return b""
+    path = figures / f"{name}.svg"
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _text(fragment: str) -> str:

@@ -364,7 +364,7 @@ def _drawn(scratch: Path, path: Path) -> Path:
 
 def _results(executed: NotebookNode, figures: Path, path: Path, output: Path) -> dict[Path, bytes]:
     contents = {output / "figures" / picture.name: picture.read_bytes() for picture in _files(figures)}
-    contents[output / f"{path.stem}.html"] = to_html(executed, path).encode()
+    contents[output / f"{path.stem}.html"] = to_html(executed, path, figures=figures).encode()
     contents[output / path.name] = canonical.text_of(executed).encode()
     return contents
 

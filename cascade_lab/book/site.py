@@ -150,6 +150,7 @@ def _pages(
                     navigation=navigation,
                     here=here,
                     explorer=explorer,
+                    figures=folder.parent / "figures",
                     equations=equations,
                     glossary=notation.explained(path.stem.partition("_")[0]),
                     **in_language,

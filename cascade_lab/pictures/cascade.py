@@ -12,11 +12,13 @@ from cascade_lab.pictures.style import (
     BLUE,
     BOX,
     GREY,
+    PALE,
+    PALE_READS,
+    READS,
     SERIES,
     SIZE,
-    VERMILLION,
     figure,
-    fill_cells,
+    fill_pairs,
     panels,
     runs,
     settle,
@@ -72,7 +74,7 @@ def draft_tree(tree: DraftTree, prefix_len: int) -> tuple[Figure, dict[str, list
         left.set_xlabel("position in the sequence")
         left.set_yticks([])
         left.spines["left"].set_visible(False)
-        fill_cells(right, [[True, *row] for row in data["visible"]])
+        fill_pairs(right, [[True, *row] for row in data["visible"]])
         ticks = range(0, tree.size, 1 if tree.size <= 16 else 8)
         right.set_xticks([0, *(t + 1 for t in ticks)], ["L", *ticks], fontsize=8)
         right.set_yticks(ticks, ticks, fontsize=8)
@@ -193,18 +195,17 @@ def program_reads(
             (f"pass {order.index(program.launch) + 1}, program {program.index[0]}", rows.tolist())
             for program, rows in programs.items()
         ]
-    looks = {"1": (BLUE, ""), "2": (VERMILLION, "//")}
+    looks = {"1": {"facecolor": "white", "hatch": "////"}, "2": {"facecolor": PALE_READS}}
     with style():
         counts = [len(programs) for programs in data.values()]
         fig, axes = panels(len(data), 1, height_ratios=[n + 1.2 for n in counts], sharex=True)
         fig.set_size_inches(SIZE[0], 0.85 + 0.13 * sum(counts) + 0.42 * len(counts))
         for ax, (plan, programs) in zip(axes, data.items(), strict=True):
             for start, length in runs(drafts):
-                ax.axvspan(start - 0.5, start + length - 0.5, color="#E6E6E6", linewidth=0)
+                ax.axvspan(start - 0.5, start + length - 0.5, color=PALE, linewidth=0)
             for y, (program, slots) in enumerate(programs):
-                colour, hatch = looks[program.split(",")[0][-1]]
                 bars = [(start - 0.5, length) for start, length in runs(slots)]
-                ax.broken_barh(bars, (y - 0.36, 0.72), facecolor="white", edgecolor=colour, hatch=hatch)
+                ax.broken_barh(bars, (y - 0.36, 0.72), edgecolor=READS, **looks[program.split(",")[0][-1]])
             loads = sum(len(slots) for _, slots in programs)
             distinct = len({slot for _, slots in programs for slot in slots})
             ax.set_title(f"{plan}: {loads} tokens loaded, {distinct} distinct")
@@ -237,7 +238,7 @@ def read_ratio(
     with style():
         fig, (left, right) = panels(1, 2, width_ratios=[1.1, 1])
         heights = [h for h in (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if h < max(topks)]
-        lines = left.contour(prefix_lens, topks, data["surface"], levels=heights, colors=BLUE, linewidths=1.2)
+        lines = left.contour(prefix_lens, topks, data["surface"], levels=heights, colors=READS, linewidths=1.2)
         left.clabel(lines, fmt="%g", fontsize=8)
         left.set_xscale("log")
         left.set_yscale("log", base=2)
@@ -251,10 +252,10 @@ def read_ratio(
         right.text(prefix_lens[0], topk, f"limit topk = {topk}", va="bottom")
         heights = (0.35, 0.5, 0.65)
         for S, cut, look, height in zip(other_steps, data["cuts"], SERIES[:3], heights, strict=True):
-            right.plot(prefix_lens, cut, **look | {"marker": ""})
+            right.plot(prefix_lens, cut, color=READS, linestyle=look["linestyle"])
             near = min(range(len(cut)), key=lambda i: abs(cut[i] - 1 - height * (topk - 1)))
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-            right.text(prefix_lens[near], cut[near], f"S = {S}", color=look["color"], ha="center", fontsize=8, bbox=box)
+            right.text(prefix_lens[near], cut[near], f"S = {S}", color=READS, ha="center", fontsize=8, bbox=box)
         right.set_xscale("log")
         right.set_ylim(0.9, topk * 1.12)
         right.set_xlabel("prefix length L")
@@ -372,7 +373,7 @@ def cache_traffic(record: Mapping, batch: int) -> tuple[Figure, dict[str, dict[i
                 for c, (capacity, look) in enumerate(zip(capacities, SERIES, strict=False)):
                     x = middle + (c - (len(capacities) - 1) / 2) * 0.07
                     label = f"DRAM, L2 of {capacity * full:g} MiB" if length == lengths[0] and p == 0 else None
-                    options = look | {"linestyle": "-", "linewidth": 1.0, "markersize": 3.5}
+                    options = {"color": READS, "marker": look["marker"], "linewidth": 1.0, "markersize": 3.5}
                     ax.plot([x, x], point["dram"][capacity], label=label, **options)
         ax.plot([], [], color=BLACK, linewidth=2.4, label="L2 to multiprocessors")
         ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(0.0, 0.55))

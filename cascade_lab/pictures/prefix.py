@@ -6,7 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cascade_lab import prefix
-from cascade_lab.pictures.style import BLACK, BLUE, BOX, GREY, LAWS, SERIES, SIZE, VERMILLION, figure, panels, style
+from cascade_lab.pictures.style import (
+    BLACK,
+    BOX,
+    GREEN,
+    GREY,
+    PAIRS,
+    PALE,
+    PALE_PAIRS,
+    READS,
+    SERIES,
+    SIZE,
+    figure,
+    looks,
+    panels,
+    style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,9 +41,9 @@ def hit_triangle(n: int, hit: int) -> tuple[Figure, dict[str, int]]:
         The figure, and the pairs drawn as "saved", "rectangle" and "triangle".
     """
     parts = {
-        "saved": ("#E6E6E6", GREY, ""),
-        "rectangle": ("white", BLUE, "////"),
-        "triangle": ("white", VERMILLION, ".."),
+        "saved": (PALE, GREY, ""),
+        "rectangle": ("white", PAIRS, "////"),
+        "triangle": ("white", PAIRS, ".."),
     }
     data = dict.fromkeys(parts, 0)
     with style():
@@ -86,13 +101,14 @@ def hit_limit(lengths: Sequence[int], steps: int = 8) -> tuple[Figure, dict[int,
         left.plot(fine, [1 - h for h in fine], color=GREY, linestyle="--")
         left.text(0.62, 0.66, "$1 - h^2$", color=BLACK)
         left.text(0.18, 0.55, "$1 - h$", color=GREY)
-        for n, colour, marker in zip(lengths[:2], (VERMILLION, BLUE), ("^", "o"), strict=False):
-            left.plot(data[n]["h"], data[n]["exact"], marker, color=colour, label=f"exact, N = {n}")
+        for n, marker, face in zip(lengths[:2], "^o", ("white", PAIRS), strict=False):
+            points = {"color": PAIRS, "markerfacecolor": face, "linestyle": "", "label": f"exact, N = {n}"}
+            left.plot(data[n]["h"], data[n]["exact"], marker, **points)
         left.legend(frameon=False, loc="lower left")
         left.set_xlabel("hit ratio h")
         left.set_ylabel("share of the work left")
         right.plot(lengths, [1 / (4 * (n + 1)) for n in lengths], color=BLACK, linewidth=1.2)
-        right.plot(lengths, [data[n]["gap"] for n in lengths], "o", color=BLUE)
+        right.plot(lengths, [data[n]["gap"] for n in lengths], "o", color=PAIRS)
         right.text(lengths[-1], data[lengths[0]]["gap"], "1 / (4 (N + 1))", ha="right", va="top")
         right.set_xscale("log")
         right.set_yscale("log")
@@ -115,12 +131,14 @@ def two_ledgers(plans: Mapping[str, tuple[Ledger, Ledger]]) -> tuple[Figure, dic
         fig, axes = panels(1, len(plans), sharey=True)
         for ax, (name, (before, after)) in zip(axes, plans.items(), strict=True):
             numbers = {"reads": (before.kv_tokens, after.kv_tokens), "pairs": (before.pairs, after.pairs)}
+            drawn = {"reads": (READS, "////"), "pairs": (PAIRS, "....")}
             data[name] = {column: new / old for column, (old, new) in numbers.items()}
-            for x, (old, new) in enumerate(numbers.values()):
-                ax.bar(x - 0.2, 1, 0.36, facecolor="#E6E6E6", edgecolor=GREY)
-                ax.bar(x + 0.2, new / old, 0.36, facecolor="white", edgecolor=BLUE, hatch="////")
+            for x, (column, (old, new)) in enumerate(numbers.items()):
+                colour, hatch = drawn[column]
+                ax.bar(x - 0.2, 1, 0.36, facecolor=PALE, edgecolor=GREY)
+                ax.bar(x + 0.2, new / old, 0.36, facecolor="white", edgecolor=colour, hatch=hatch)
                 ax.text(x - 0.2, 1.02, f"{old:,}", ha="center", color=GREY, fontsize=7)
-                ax.text(x + 0.2, new / old + 0.02, f"{new:,}", ha="center", color=BLUE, fontsize=7)
+                ax.text(x + 0.2, new / old + 0.02, f"{new:,}", ha="center", color=colour, fontsize=7)
             ax.set_xticks([0, 1], ["reads per request", "query-key pairs"])
             ax.set_title(name)
             ax.set_ylim(0, 1.18)
@@ -148,13 +166,13 @@ def hit_tiles(n: int, hit: int, block_m: int, block_n: int) -> tuple[Figure, dic
             for i, row in enumerate(visible):
                 for key, seen in enumerate(row):
                     if seen:
-                        ax.bar(key, 1, 1, i - 0.5, facecolor="#BBD7EA", edgecolor="white", linewidth=0.4)
+                        ax.bar(key, 1, 1, i - 0.5, facecolor=PALE_PAIRS, edgecolor="white", linewidth=0.4)
             for top in range(0, n - hit, block_m):
                 for start in range(0, n, block_n):
                     rows = [row[start : start + block_n] for row in visible[top : top + block_m]]
                     if rule == "masking" or any(map(any, rows)):
                         data[rule] += 1
-                        edges = {"align": "edge", "fill": False, "edgecolor": VERMILLION}
+                        edges = {"align": "edge", "fill": False, "edgecolor": PAIRS}
                         ax.bar(start - 0.5, block_m, block_n, top - 0.5, **edges)
             ax.axvline(hit - 0.5, color=BLACK, linestyle=":")
             ax.set_title(f"{titles[rule]}: {data[rule]}")
@@ -220,13 +238,13 @@ def measured_laws(
     fine = [i / 100 for i in range(101)]
     with style():
         fig, ax = figure()
-        for (found, law), look in zip(laws.values(), LAWS, strict=False):
+        for (found, law), look in zip(laws.values(), looks(PAIRS, GREEN), strict=True):
             ax.plot(fine, [law(h) for h in fine], linewidth=1.0, **look | {"marker": ""})
             middle = [r.median for r in found.values()]
             spread = [[r.median - r.low for r in found.values()], [r.high - r.median for r in found.values()]]
             ax.errorbar(list(found), middle, spread, capsize=3, **look | {"linestyle": ""})
-        ax.text(0.52, 0.84, "attention, on $1 - h^2$", color=BLUE)
-        ax.text(0.48, 0.28, "linear layer, on $1 - h$", color=VERMILLION, ha="right")
+        ax.text(0.52, 0.84, "attention, on $1 - h^2$", color=PAIRS)
+        ax.text(0.48, 0.28, "linear layer, on $1 - h$", color=GREEN, ha="right")
         ax.set_ylim(0, 1.25)
         ax.set_xlabel("hit ratio h")
         ax.set_ylabel("time, share of the time at h = 0")

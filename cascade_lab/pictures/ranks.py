@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.pictures.style import AREAS, BLACK, LAWS, figure, panels, style
+from cascade_lab.pictures.style import (
+    AREAS,
+    BLACK,
+    GREEN,
+    PAIRS,
+    PALE_PAIRS,
+    PURPLE,
+    READS,
+    figure,
+    looks,
+    panels,
+    style,
+)
 from cascade_lab.sharding import rank_pairs, split_tokens
 
 if TYPE_CHECKING:
@@ -17,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def triangle_cut(n: int, world_size: int, layouts: Sequence[str]) -> tuple[Figure, dict[str, tuple[int, ...]]]:
-    """The causal triangle of n rows, each row's squares in the colour and hatch of the rank that computes it.
+    """The causal triangle of n rows, each row's squares in the hatch of the rank that computes it.
 
     Args:
         n: rows, at most a few dozen.
@@ -32,7 +44,7 @@ def triangle_cut(n: int, world_size: int, layouts: Sequence[str]) -> tuple[Figur
         fig, (axes,) = panels(1, len(layouts), squeeze=False)
         for ax, layout in zip(axes, layouts, strict=True):
             for rank, slices in enumerate(split_tokens(n, world_size, layout)):
-                colour, hatch = AREAS[rank]
+                _, hatch = AREAS[rank]
                 for start, stop in slices:
                     # the staircase of rows start to stop - 1, from the first key to the diagonal
                     corners = [
@@ -42,10 +54,9 @@ def triangle_cut(n: int, world_size: int, layouts: Sequence[str]) -> tuple[Figur
                     ]
                     ax.fill(
                         *zip(*corners, strict=True),
-                        facecolor=colour if not hatch else "white",
-                        edgecolor=colour,
+                        facecolor="white" if hatch else PALE_PAIRS,
+                        edgecolor=PAIRS,
                         hatch=hatch,
-                        alpha=0.55 if not hatch else 1.0,
                         linewidth=0.8,
                     )
                     ax.annotate(
@@ -86,11 +97,11 @@ def bytes_by_context(
     even = {name: count / saved_per_token for name, count in sent.items()}
     with style():
         fig, ax = figure()
-        ax.plot(contexts, saved, color=BLACK)
+        ax.plot(contexts, saved, color=READS)
         middle = len(contexts) * 3 // 5
         at = contexts[middle], saved[middle]
-        ax.annotate("KV bytes not read", at, (-8, 4), textcoords="offset points", ha="right")
-        for (name, count), look in zip(sent.items(), LAWS, strict=False):
+        ax.annotate("KV bytes not read", at, (-8, 4), textcoords="offset points", ha="right", color=READS)
+        for (name, count), look in zip(sent.items(), looks(BLACK, GREEN, PURPLE), strict=False):
             ax.axhline(count, color=look["color"], linestyle=look["linestyle"], label=f"sent by {name}")
             ax.plot([even[name]], [count], "o", color=look["color"])
         ax.legend(frameon=False, fontsize=8, loc="upper left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.pictures.style import BLACK, BLUE, GREY, LAWS, SIZE, apart, figure, panels, style, tokens
+from cascade_lab.pictures.style import BLACK, GREY, LAWS, PAIRS, SIZE, apart, figure, panels, style, tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def region_masks(regions: Mapping[str, Region], n: int, hit: int) -> tuple[Figur
             drawn = np.concatenate(marks, 1)[:, :-1]
             drawn[hit:] *= 2
             data[name] = int((drawn == 1).sum()), int((drawn == 2).sum())
-            ax.imshow(drawn, cmap=ListedColormap(["white", "#BDBDBD", BLUE]), vmin=0, vmax=2, interpolation="nearest")
+            ax.imshow(drawn, cmap=ListedColormap(["white", "#BDBDBD", PAIRS]), vmin=0, vmax=2, interpolation="nearest")
             ax.axhline(hit - 0.5, color=BLACK, linewidth=1.0)
             start = -0.5
             for mask in parts:

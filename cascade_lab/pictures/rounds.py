@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.pictures.style import AREAS, BLACK, BLUE, BOX, GREY, figure, style
+from cascade_lab.pictures.style import BLACK, BLUE, BOX, GREY, PALE_READS, READS, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cascade_lab.drafts import DraftTree
+
+
+# up to four ways to get tokens, all of them reads
+_WAYS = (
+    {"facecolor": READS},
+    {"facecolor": "white", "hatch": "////"},
+    {"facecolor": "white", "hatch": "...."},
+    {"facecolor": PALE_READS},
+)
 
 
 def accepted_path(
@@ -72,7 +81,7 @@ def round_reads(
     """Tokens read in one layer by every round, a bar for each way to get its new tokens.
 
     Args:
-        rounds: per round the reads of each way, the same ways in all.
+        rounds: per round the reads of each way, the same ways in all, at most four.
         tokens: new tokens of each round.
 
     Returns:
@@ -87,15 +96,14 @@ def round_reads(
     width = 0.8 / len(ways)
     with style():
         fig, ax = figure()
-        for i, (way, (colour, hatch)) in enumerate(zip(ways, AREAS, strict=False)):
+        for i, (way, look) in enumerate(zip(ways, _WAYS, strict=False)):
             places = [r + (i - (len(ways) - 1) / 2) * width for r in range(len(rounds))]
             ax.bar(
                 places,
                 [found[way] for found in rounds],
                 width * 0.92,
-                facecolor="white" if hatch else colour,
-                edgecolor=colour,
-                hatch=hatch,
+                edgecolor=READS,
+                **look,
                 label=f"{way}: {data['per token'][way]:.1f} per new token",
             )
         ax.set_xticks(range(len(rounds)), [f"{n} tokens" for n in tokens])

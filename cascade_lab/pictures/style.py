@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 
 
 SIZE = (6.4, 3.6)
+# of a figure in a notebook, and of a bitmap in a file, which is sharp on screens of twice the resolution
+DPI, FILE_DPI = 110, 220
 # Okabe and Ito's colours; every series also has its own line style and marker, every area its own hatch
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
 BLACK, GREY = "#000000", "#666666"
+# the two ledgers: reads and pairs have these colours in every figure and, as --reads and --pairs, on every page; dark
+# enough for text on white
+READS, PAIRS = BLUE, "#B34700"
+PALE_READS, PALE_PAIRS, PALE = "#BBD7EA", "#F0D3C1", "#E6E6E6"
 BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white"}
 STROKES = ("-", "--", "-.", ":", (0, (6, 1.5)), "-")
 MARKERS = "os^Dv*"
@@ -59,7 +65,7 @@ def style() -> Iterator[None]:
         matplotlib.rcdefaults()
         matplotlib.rcParams |= {
             "figure.figsize": SIZE,
-            "figure.dpi": 110,
+            "figure.dpi": DPI,
             "figure.constrained_layout.use": True,
             "figure.facecolor": "white",
             "axes.facecolor": "white",
@@ -72,7 +78,7 @@ def style() -> Iterator[None]:
             "hatch.linewidth": 0.6,
             "lines.linewidth": 1.6,
             "lines.markersize": 4.5,
-            "savefig.dpi": 110,
+            "savefig.dpi": DPI,
             "savefig.facecolor": "white",
             "svg.hashsalt": "cascade-lab",
         }
@@ -101,7 +107,8 @@ def show(fig: Figure, name: str | None, *, alt: str, caption: str, png: bool = F
         caption: one Markdown sentence that states the reading.
         png: the README shows this picture, so it is saved as `name.png` too.
 
-    With the environment variable CASCADE_LAB_FIGURES set, `name.svg` is written into that folder.
+    With the environment variable CASCADE_LAB_FIGURES set, `name.svg` is written into that folder. The output names the
+    figure beside its alt text, as `figure`, and a page shows that file instead of the bitmap.
 
     Raises:
         ValueError: an empty alt text or caption.
@@ -110,26 +117,30 @@ def show(fig: Figure, name: str | None, *, alt: str, caption: str, png: bool = F
         raise ValueError("alt, caption: expected a text each, given an empty one")
     from IPython.display import display
 
-    pixels = _encoded(fig, "png")
+    pixels = _encoded(fig, "png", DPI)
     folder = os.environ.get(FIGURES)
     if folder and name is not None:
         for kind in ("svg", "png") if png else ("svg",):
             save(fig, Path(folder, f"{name}.{kind}"))
     fig.clear()
     image = {"image/png": base64.b64encode(pixels).decode(), "text/plain": alt}
-    display(image, metadata={"image/png": {"alt": alt}}, raw=True)
+    about = {"alt": alt} if name is None else {"alt": alt, "figure": name}
+    display(image, metadata={"image/png": about}, raw=True)
     display({"text/markdown": caption, "text/plain": caption}, raw=True)
 
 
 def save(fig: Figure, path: Path) -> None:
-    """Write a figure as the kind that the suffix says, .svg, .png or .pdf: the same bytes for the same numbers."""
-    files.write_file(path, _encoded(fig, path.suffix.lower().removeprefix(".")))
+    """Write a figure as the kind that the suffix says, .svg, .png or .pdf: the same bytes for the same numbers.
+
+    A .png is twice as wide as in a notebook.
+    """
+    files.write_file(path, _encoded(fig, path.suffix.lower().removeprefix("."), FILE_DPI))
 
 
-def _encoded(fig: Figure, kind: str) -> bytes:
+def _encoded(fig: Figure, kind: str, dpi: int) -> bytes:
     content = io.BytesIO()
     with style():
-        fig.savefig(content, format=kind, metadata=_STAMPS[kind])
+        fig.savefig(content, format=kind, metadata=_STAMPS[kind], **({"dpi": dpi} if kind == "png" else {}))
     return content.getvalue()
 
 
@@ -147,11 +158,11 @@ def tokens(n: int) -> str:
     return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}K" if n % 2**10 == 0 else str(n)
 
 
-def fill_cells(ax, cells: Sequence[Sequence[bool]]) -> None:
-    """A grid of squares, the true ones filled."""
+def fill_pairs(ax, cells: Sequence[Sequence[bool]]) -> None:
+    """A grid of rows and keys, the true ones filled as pairs."""
     from matplotlib.colors import ListedColormap
 
-    ax.imshow(cells, cmap=ListedColormap(["white", BLUE]), vmin=0, vmax=1, aspect="equal")
+    ax.imshow(cells, cmap=ListedColormap(["white", PAIRS]), vmin=0, vmax=1, aspect="equal")
     ax.set_xticks([x - 0.5 for x in range(1, len(cells[0]))], minor=True)
     ax.set_yticks([y - 0.5 for y in range(1, len(cells))], minor=True)
     ax.grid(which="minor", color="#BBBBBB", linewidth=0.4)

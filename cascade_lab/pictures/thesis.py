@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cascade_lab import drafts, prefix
 from cascade_lab.levels import ledger
-from cascade_lab.pictures.style import BLACK, BLUE, BOX, GREY, SIZE, VERMILLION, panels, style
+from cascade_lab.pictures.style import BLACK, BOX, GREY, PAIRS, PALE, PALE_READS, READS, SIZE, panels, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 # what each bar of a plan reads, of which one is drawn for every branch
 _PARTS = {"naive": (("prefix", "draft"),), "cascade": (("prefix",), ("draft",))}
-_PALE = "#E6E6E6"
-_READS, _PAIRS = {"edgecolor": BLUE, "hatch": "////"}, {"edgecolor": VERMILLION, "hatch": "...."}
+_READS, _PAIRS = {"edgecolor": READS, "hatch": "////"}, {"edgecolor": PAIRS, "hatch": "...."}
 
 
 def who_reads(prefix_len: int, topk: int, steps: int) -> tuple[Figure, dict[str, list[list[str]]]]:
@@ -83,7 +82,7 @@ def _bars(ax: Axes, plan: str, prefix_len: int, topk: int, steps: int) -> list[l
     branch = -len(once)
     for y, parts in enumerate(bars):
         for part in parts:
-            look = _READS if part == "prefix" else _READS | {"facecolor": "#BBD7EA", "hatch": ""}
+            look = _READS if part == "prefix" else _READS | {"facecolor": PALE_READS, "hatch": ""}
             ax.barh(y, width[part], 0.72, start[part], **{"facecolor": "white", "linewidth": 0.8} | look)
         name = "all branches" if branch < 0 else f"branch {branch}"
         ax.text(-0.02 * prefix_len, y, name, ha="right", va="center", fontsize=8)
@@ -103,14 +102,14 @@ def _bars(ax: Axes, plan: str, prefix_len: int, topk: int, steps: int) -> list[l
 def _triangle(ax: Axes, n: int, hit: int) -> None:
     for query in range(n):
         look = {"edgecolor": GREY} if query < hit else _PAIRS
-        face = _PALE if query < hit else "white"
+        face = PALE if query < hit else "white"
         for key in range(query + 1):
             ax.bar(key, 1, 1, query - 0.5, **{"facecolor": face, "linewidth": 0.6} | look)
     ax.plot([-0.6, n - 0.4], [hit - 0.5] * 2, color=BLACK)
     left, all_pairs = prefix.interactions(n, hit), prefix.interactions(n)
     spots = (
         (hit / 3 - 0.3, 2 * hit / 3, all_pairs - left, GREY),
-        (n * 0.4 - 0.5, (n + hit) / 2 - 0.5, left, VERMILLION),
+        (n * 0.4 - 0.5, (n + hit) / 2 - 0.5, left, PAIRS),
     )
     for x, y, pairs, colour in spots:
         ax.text(x, y, pairs, color=colour, ha="center", va="center", weight="bold", bbox=BOX | {"edgecolor": colour})
@@ -128,10 +127,10 @@ def _triangle(ax: Axes, n: int, hit: int) -> None:
 
 
 def _shares(ax: Axes, shares: dict[str, float]) -> None:
-    looks = {"reads": (BLUE, _READS), "pairs": (VERMILLION, _PAIRS)}
+    looks = {"reads": (READS, _READS), "pairs": (PAIRS, _PAIRS)}
     for y, (name, share) in enumerate(shares.items()):
         colour, look = looks[name]
-        ax.barh(y, 1, 0.6, facecolor=_PALE, edgecolor=GREY, linewidth=0.6)
+        ax.barh(y, 1, 0.6, facecolor=PALE, edgecolor=GREY, linewidth=0.6)
         ax.barh(y, share, 0.6, facecolor="white", **look)
         spot = {"color": colour, "weight": "bold", "va": "center"}
         ax.text(1.02, y, f"{share:.0%}", **spot)

@@ -10,7 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cascade_lab.pictures.style import BLACK, BLUE, GREY, SERIES, TRACES, VERMILLION, figure, panels, style
+from cascade_lab.pictures.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    PAIRS,
+    SERIES,
+    TRACES,
+    VERMILLION,
+    figure,
+    panels,
+    style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,8 +31,8 @@ if TYPE_CHECKING:
 
 _WEIGHTS = (
     ("each request 1", GREY, "", lambda n: 1),
-    ("by tokens, N", BLUE, "////", lambda n: n),
-    ("by pairs, N(N + 1)", VERMILLION, "..", lambda n: n * (n + 1)),
+    ("by tokens, N", GREEN, "////", lambda n: n),
+    ("by pairs, N(N + 1)", PAIRS, "..", lambda n: n * (n + 1)),
 )
 
 
@@ -272,11 +284,11 @@ def saved_rows(rows: Sequence[tuple[str, float, float, float]]) -> tuple[Figure,
     with style():
         fig, ax = figure((7.2, 1.2 + 0.32 * len(rows)))
         for y, (_, linear, least, most) in enumerate(reversed(rows)):
-            ax.plot([least, most], [y, y], color=SERIES[2]["color"], linewidth=3, solid_capstyle="butt")
-            ax.plot([(least + most) / 2], [y], color=SERIES[2]["color"], marker="o", linestyle="")
-            ax.plot([linear], [y], color=SERIES[0]["color"], marker="x", linestyle="")
-        ax.plot([], [], color=SERIES[2]["color"], marker="o", label="attention pairs")
-        ax.plot([], [], color=SERIES[0]["color"], marker="x", linestyle="", label="token-linear work")
+            ax.plot([least, most], [y, y], color=PAIRS, linewidth=3, solid_capstyle="butt")
+            ax.plot([(least + most) / 2], [y], color=PAIRS, marker="o", linestyle="")
+            ax.plot([linear], [y], color=GREEN, marker="x", linestyle="")
+        ax.plot([], [], color=PAIRS, marker="o", label="attention pairs")
+        ax.plot([], [], color=GREEN, marker="x", linestyle="", label="token-linear work")
         ax.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
         ax.set_ylim(-0.6, len(rows) - 0.4)
         ax.set_xlim(0, 1)

@@ -180,9 +180,15 @@ def test_a_notebook_keeps_its_pictures_their_alternative_text_and_its_code(name,
     shown = page.find_all("img")
     assert len(images) == len(shown) > 0
     for output, image in zip(images, shown, strict=True):
-        assert image["alt"] == output.metadata["image/png"]["alt"]
-        data = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"))
-        assert data == base64.b64decode(output.data["image/png"])
+        about, bitmap = output.metadata["image/png"], base64.b64decode(output.data["image/png"])
+        assert image["alt"] == about["alt"]
+        kind, _, data = image["src"].removeprefix("data:").partition(";base64,")
+        if "figure" in about:
+            vector = (CHECKOUT / "figures" / f"{about['figure']}.svg").read_bytes()
+            assert (kind, base64.b64decode(data)) == ("image/svg+xml", vector)
+            assert int(image["width"]) == int.from_bytes(bitmap[16:20], "big") > 500
+        else:
+            assert (kind, base64.b64decode(data)) == ("image/png", bitmap)
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     assert [block.pre.get_text() for block in page.find_all("div", class_="code")] == sources
 
@@ -365,6 +371,32 @@ def test_hidden_source_is_folded_under_what_it_does_and_its_output_is_not(tmp_pa
     assert not any(each.has_attr("open") for each in page.main.find_all("details"))
     assert page.find("pre", class_="stdout").find_parent("details") is None
     assert "y = 2" in page.main.get_text()
+
+
+def test_a_figure_is_shown_in_place_of_its_bitmap_and_no_other_file_is(tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "01_a.svg").write_text("<svg/>")
+    (tmp_path / "secret.svg").write_text("<svg>secret</svg>")
+    (tmp_path / "figures" / "01_a.txt").write_text("text")
+    png = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(8) + (704).to_bytes(4, "big")).decode()
+
+    def shown(figure, data=png, figures=tmp_path / "figures"):
+        about = {"alt": 'a "b"', "figure": figure}
+        outputs = [new_output("display_data", data={"image/png": data}, metadata={"image/png": about})]
+        page = export.to_html(
+            new_notebook(cells=[new_code_cell("1", outputs=outputs)]), tmp_path / "01.ipynb", figures=figures
+        )
+        (image,) = BeautifulSoup(page, "html.parser").find_all("img")
+        assert image["alt"] == 'a "b"'
+        return image["src"].removeprefix("data:"), image.get("width")
+
+    vector = f"image/svg+xml;base64,{base64.b64encode(b'<svg/>').decode()}"
+    assert shown("01_a") == (vector, "704")
+    assert shown("01_a", base64.b64encode(b"pixels").decode()) == (vector, None)
+    bitmap = (f"image/png;base64,{png}", None)
+    for name in ("01_b", "../secret", "01_a.svg", "", None, ["01_a"], str(tmp_path / "secret")):
+        assert shown(name) == bitmap, name
+    assert shown("01_a", figures=None) == bitmap
 
 
 def test_pictures_of_the_text_are_put_inside_and_none_is_left_out(tmp_path):

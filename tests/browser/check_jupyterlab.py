@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import nbformat
 import pytest
 
-from cascade_lab.book import canonical
+from cascade_lab.book import canonical, markdown
 from cascade_lab.evidence.claims import HOLDS, gather
 from tests.browser.conftest import CHECKOUT
 
@@ -242,6 +242,64 @@ def test_a_committed_notebook_opens_unmodified_and_saving_it_changes_nothing(nam
         assert path.read_text() == saved_by(platform.python_version())
         assert canonical.problems(path) == []
         end_kernels(page, server)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_headings_have_the_ids_of_the_site_and_hidden_source_is_collapsed(name, server, page, pictures):
+    """What links name, so that the same link works in both; and what the first line of a hidden cell looks like."""
+    path = server.root / f"{name}_committed.ipynb"
+    shutil.copy(CHECKOUT / "notebooks" / f"{name}.ipynb", path)
+    cells = nbformat.read(path, as_version=4).cells
+    page.goto(f"{server.url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path.name}?token={server.token}")
+    page.get_by_text("| Idle").wait_for(timeout=START_S * 1000)
+    page.locator(".jp-Notebook .jp-Cell").first.wait_for()
+    expected = [id for id, _ in markdown.sections(cell.source for cell in cells if cell.cell_type == "markdown")]
+    found = page.eval_on_selector_all(
+        ".jp-MarkdownCell :is(h1, h2, h3)", "all => all.map(h => h.id || h.dataset.jupyterId)"
+    )
+    assert found == list(dict.fromkeys(expected))
+    folded = [cell for cell in cells if canonical.is_folded(cell)]
+    closed = page.locator(".jp-CodeCell .jp-InputPlaceholder")
+    assert closed.count() == len(folded) > 3
+    said = [text.strip().removeprefix("# ").rstrip("…").rstrip() for text in closed.all_inner_texts()]
+    assert all(canonical.purpose(cell) in text for cell, text in zip(folded, said, strict=True))
+    page.screenshot(path=pictures / f"jupyterlab_{name}_opened.png")
+    end_kernels(page, server)
+
+
+def test_a_link_to_a_section_leads_there_in_this_notebook_and_in_another(server, page):
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    long = "\n\n".join(["line"] * 120)
+    texts = {
+        "links_from": "# From\n\n[here](#It's-one:-a-law,-again) [there](links_to.ipynb#It's-one:-a-law,-again)"
+        f"\n\n{long}"
+        "\n\n## It's one: a law, again\n\nreached here",
+        "links_to": f"# To\n\n{long}\n\n## It's one: a law, again\n\nreached there\n\n{long}",
+    }
+    for name, text in texts.items():
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_markdown_cell(text)], metadata={"kernelspec": kernel}
+        )
+        nbformat.write(notebook, server.root / f"{name}.ipynb")
+    page.goto(f"{server.url}/lab/workspaces/{secrets.token_hex(4)}/tree/links_from.ipynb?token={server.token}")
+    page.get_by_text("| Idle").wait_for(timeout=START_S * 1000)
+    for words, said in (("here", "reached here"), ("there", "reached there")):
+        goal = page.get_by_text(said, exact=True)
+        assert goal.count() == 0 or not in_view(page, goal)
+        if words == "there":
+            page.locator(".jp-Notebook:visible").evaluate("node => { node.scrollTop = 0; }")
+        page.get_by_role("link", name=words, exact=True).click()
+        goal.wait_for()
+        deadline = time.monotonic() + 30
+        while not in_view(page, goal):
+            assert time.monotonic() < deadline, words
+            page.wait_for_timeout(200)
+    end_kernels(page, server)
+
+
+def in_view(page, locator):
+    box = locator.bounding_box()
+    return box is not None and 0 <= box["y"] < page.viewport_size["height"] - 30
 
 
 def test_a_failing_cell_is_seen(server, page):

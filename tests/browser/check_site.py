@@ -13,13 +13,14 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import cascade_lab as cl
-from cascade_lab.book import api_pages, site
+from cascade_lab.book import api_pages, canonical, site
+from cascade_lab.book.execution import load
 from cascade_lab.drafts import ROWS
 from tests.browser.conftest import CHECKOUT
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
 NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
-PAGES = ["index", "sheet", "explorer", "notation", "map", *NOTEBOOKS, "api/index"]
+PAGES = ["index", "sheet", "explorer", "reuse", "notation", "map", *NOTEBOOKS, "api/index"]
 PAGES += [f"api/{name}" for name in api_pages.module_names()]
 WIDTHS = {"desk": 1280, "phone": 360}
 
@@ -87,6 +88,88 @@ def test_links_lead_somewhere(name, page, folder):
                 page.goto(target.as_uri())
                 anchors[target] = set(page.evaluate("[...document.querySelectorAll('[id]')].map(n => n.id)"))
             assert unquote(parts.fragment) in anchors[target], link
+
+
+@pytest.mark.parametrize("name", ["index", "reuse", "notation", "map", NOTEBOOKS[0]])
+def test_a_permalink_is_seen_beside_its_heading_and_leads_there_by_keyboard(name, page, folder):
+    address = (folder / f"{name}.html").as_uri()
+    page.goto(address)
+    links = page.locator("a.permalink")
+    assert links.count() == page.locator("h1, h2, h3, h4").count() > 1
+    for i in (0, links.count() // 2, links.count() - 1):
+        page.goto(address)
+        link = links.nth(i)
+        heading = link.locator("xpath=../*[starts-with(name(), 'h')]")
+        assert link.is_visible()
+        words, mark = heading.bounding_box(), link.bounding_box()
+        assert words["y"] <= mark["y"] + mark["height"] / 2 <= words["y"] + words["height"]
+        link.focus()
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        page.keyboard.press("Enter")
+        assert unquote(urlsplit(page.url).fragment) == heading.get_attribute("id")
+        assert page.evaluate("document.querySelector(':target') !== null")
+        name_of_link = link.evaluate("node => node.getAttribute('aria-label')")
+        assert (
+            " ".join(heading.inner_text().split()) in " ".join(name_of_link.split()).replace("$", "")
+            or "$" in name_of_link
+        )
+
+
+def test_the_number_of_an_equation_is_at_the_right_and_in_view_where_a_link_leads_to_it(page, folder):
+    for stem in NOTEBOOKS:
+        page.goto((folder / f"{stem}.html").as_uri())
+        for equation in page.locator(".equation[id]").all():
+            number, formula = (equation.locator(each).bounding_box() for each in (".number", "math"))
+            assert number["x"] >= formula["x"] + formula["width"]
+        last = page.locator(".equation[id]").last
+        page.goto((folder / f"{stem}.html").as_uri() + "#" + last.get_attribute("id"))
+        assert 0 <= page.locator(".equation:target").bounding_box()["y"] < 900
+        for link in page.locator("main a[href*='#equation-']").all():
+            assert re.fullmatch(r"\(\d+\.\d+\)", link.inner_text())
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_set_up_cells_are_folded_and_open_by_keyboard(name, page, folder):
+    notebook = load(CHECKOUT / "notebooks" / f"{name}.ipynb")
+    folded = [cell for cell in notebook.cells if canonical.is_folded(cell)]
+    page.goto((folder / f"{name}.html").as_uri())
+    shown = page.locator("details.folded")
+    assert shown.count() == len(folded) > 3
+    assert shown.locator("summary").all_inner_texts() == [canonical.purpose(cell) for cell in folded]
+    assert not any(each.is_visible() for each in shown.locator("pre").all())
+    assert all(each.is_visible() for each in page.locator(".code > pre").all())
+    shown.first.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert shown.first.locator("pre").is_visible()
+    assert shown.first.locator("pre").inner_text().strip() == folded[0].source.strip()
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_figures_are_drawn_as_vectors_and_as_wide_as_in_the_notebook(name, page, folder):
+    outputs = [o for cell in load(CHECKOUT / "notebooks" / f"{name}.ipynb").cells for o in cell.get("outputs", [])]
+    about = [o.metadata["image/png"] for o in outputs if "image/png" in o.get("data", {})]
+    page.goto((folder / f"{name}.html").as_uri())
+    found = page.eval_on_selector_all(
+        ".picture img", "all => all.map(i => [i.alt, i.src.slice(5, 18), i.getBoundingClientRect().width])"
+    )
+    assert [alt for alt, _, _ in found] == [each["alt"] for each in about]
+    assert [kind == "image/svg+xml" for _, kind, _ in found] == ["figure" in each for each in about]
+    assert all(600 <= width <= 928 for _, kind, width in found if kind == "image/svg+xml")
+
+
+@pytest.mark.parametrize("width", [360, 390])
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("explorer", ".ledgers td.number"), ("index", ".claims td"), ("notation", "tbody td"), (NOTEBOOKS[0], "tbody td")],
+)
+def test_numbers_of_a_table_are_in_view_on_a_phone(name, numbers, width, page, folder):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto((folder / f"{name}.html").as_uri())
+    cells = page.eval_on_selector_all(
+        numbers, "all => all.map(x => [x.textContent, x.getBoundingClientRect().right, x.scrollWidth - x.clientWidth])"
+    )
+    assert len(cells) > 10
+    assert [text for text, right, cut in cells if right > width or cut > 1] == []
 
 
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAAAAAAALAAAAAABAAEAAAIBTAA7"
@@ -354,6 +437,7 @@ def test_a_page_prints_without_its_navigation_and_without_cut_code(name, page, f
     page.set_viewport_size({"width": 700, "height": 900})
     page.goto((folder / f"{name}.html").as_uri())
     assert not page.is_visible("header")
+    assert not any(link.is_visible() for link in page.locator("a.permalink").all())
     cut = page.evaluate("[...document.querySelectorAll('pre')].filter(p => p.scrollWidth > p.clientWidth + 1).length")
     assert cut == 0
 

@@ -92,7 +92,7 @@ def test_show_displays_a_png_with_its_alt_text_and_then_the_caption(shown, monke
     show(small_figure(), "name", alt="two bars", caption="B is *heavier*.")
     (image, metadata), (caption, _) = shown
     assert base64.b64decode(image["image/png"]).startswith(b"\x89PNG")
-    assert metadata == {"image/png": {"alt": "two bars"}}
+    assert metadata == {"image/png": {"alt": "two bars", "figure": "name"}}
     assert image["text/plain"] == "two bars"
     assert caption == {"text/markdown": "B is *heavier*.", "text/plain": "B is *heavier*."}
     assert list(tmp_path.iterdir()) == []
@@ -107,10 +107,18 @@ def test_show_saves_the_same_bytes_twice_without_date_or_version(shown, monkeypa
     assert sorted(path.name for path in first.iterdir()) == ["name.png", "name.svg", "vector.svg"]
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes()
-    assert (first / "name.png").read_bytes() == base64.b64decode(shown[0][0]["image/png"])
+    inside, saved = base64.b64decode(shown[0][0]["image/png"]), (first / "name.png").read_bytes()
+    assert [int.from_bytes(png[16:20], "big") for png in (inside, saved)] == [704, 1408]
     svg = (first / "name.svg").read_text()
     assert "dc:date" not in svg
     assert "Matplotlib v" not in svg
+
+
+def test_a_picture_that_no_two_runs_draw_alike_names_no_figure(shown, monkeypatch, tmp_path):
+    monkeypatch.setenv(files.FIGURES, str(tmp_path))
+    show(small_figure(), None, alt="a clock", caption="Read.")
+    assert shown[0][1] == {"image/png": {"alt": "a clock"}}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pictures_are_opaque_white_and_of_one_size(shown, monkeypatch):
