@@ -6,7 +6,7 @@ for spaces, and GitHub of its small letters, digits and hyphens.
 
 import re
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import nbformat
 import pytest
@@ -17,7 +17,16 @@ from cascade_lab.book import api_pages, export, markdown, notation, site
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = {path.name: path for path in sorted((CHECKOUT / "notebooks").glob("*.ipynb"))}
-DOCUMENTS = ["README.md", "SHEET.md", "REUSE.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/known_faults.md"]
+DOCUMENTS = [
+    "README.md",
+    "README.zh.md",
+    "SHEET.md",
+    "SHEET.zh.md",
+    "REUSE.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "tests/known_faults.md",
+]
 
 
 def without_code(text):
@@ -41,7 +50,7 @@ def in_jupyterlab(name):
 
 def on_github(document):
     found = headings((CHECKOUT / document).read_text(encoding="utf-8"))
-    return [re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in found]
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found]
 
 
 def links(text):
@@ -95,8 +104,8 @@ def test_every_link_of_a_document_leads_somewhere_on_github(name):
         assert there.exists(), (words, target)
         assert there.is_relative_to(CHECKOUT), (words, target)
         if parts.fragment:
-            assert there.suffix == ".md", (words, target)
-            assert parts.fragment in on_github(there.relative_to(CHECKOUT)), (words, target)
+            ids = in_jupyterlab(there.name) if there.suffix == ".ipynb" else on_github(there.relative_to(CHECKOUT))
+            assert unquote(parts.fragment) in ids, (words, target)
 
 
 @pytest.fixture(scope="module")
