@@ -186,8 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     edition.add_argument(
         "--mark",
-        action="store_true",
-        help="note that all translations are those of today's English text, once they were brought up to date",
+        nargs="*",
+        metavar="ID",
+        help="note that these passages, or all, translate today's English text, once they were brought up to date",
     )
     edition.add_argument(
         "--write",
@@ -322,13 +323,11 @@ def _edition(options: argparse.Namespace) -> int:
     documents = editions.documents(folder)
     if not documents:
         raise UsageError(f"no translations in {folder / editions.EDITION} and beside {folder}")
-    found = [
-        line for document in documents for line in (editions.mark if options.mark else editions.problems)(document)
-    ]
-    print(
-        *found or [f"{len(documents)} texts, {sum(len(d.translation) for d in documents)} passages, up to date"],
-        sep="\n",
-    )
+    marked = options.mark is not None
+    judged = [editions.mark(one, options.mark) if marked else editions.problems(one) for one in documents]
+    found = [line for lines in judged for line in lines]
+    count = sum(len(document.translation) for document in documents)
+    print(*found or [f"{len(documents)} texts, {count} passages, up to date"], sep="\n")
     return 1 if found else 0
 
 

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -278,8 +278,12 @@ def differences(original: str, translation: str) -> list[str]:
     return found
 
 
-def mark(document: Document) -> list[str]:
+def mark(document: Document, ids: Collection[str] = ()) -> list[str]:
     """Write the hashes of today's English text into a translation, for every passage that holds what it has to.
+
+    Args:
+        document: whose file is rewritten.
+        ids: the passages to mark, all unless given.
 
     Returns:
         What is left to say about the document.
@@ -288,7 +292,7 @@ def mark(document: Document) -> list[str]:
     def renewed(found: re.Match[str]) -> str:
         id, passage = found["id"], document.passages[found["id"]]
         original = document.original.get(id)
-        if original is None or differences(original, passage.text):
+        if original is None or (ids and id not in ids) or differences(original, passage.text):
             return found[0]
         return f"<!-- {id} {fingerprint(original)} -->"
 
