@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -35,7 +35,14 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 WORK = CHECKOUT / "build" / "launches"
 RECORD = CHECKOUT / "figures" / "measured" / "launches.json"
 SAMPLE = CHECKOUT / "tests" / "data" / "launches.jsonl"
-KERNEL_TESTS = ("tests/core", "tests/evidence", "tests/properties")
+# those of compiled code, beside them, compile what they launch themselves, and property suites draw shapes at random
+KERNEL_TESTS = sorted(
+    str(path.relative_to(CHECKOUT))
+    for path in (*CHECKOUT.glob("tests/core/test_*.py"), CHECKOUT / "tests/evidence/test_reads.py")
+    if "backend" in path.read_text(encoding="utf-8")
+)
+CELL_TIMEOUT_S = 1800
+"""A cell's seconds, on a machine that does other work."""
 PIECES = 4
 """Children that one slice of one target is compiled in, two at a time."""
 HOOK = '''
@@ -77,30 +84,45 @@ def watching(hook: Path, folder: Path) -> dict[str, str]:
 
 
 def record_calls(
-    notebooks: Mapping[str, Iterable[Mapping[str, object]]], tests: Sequence[str]
+    notebooks: Mapping[str, Iterable[Mapping[str, object]]], tests: Sequence[str], folder: Path
 ) -> list[dict[str, object]]:
     """The distinct calls of notebooks, each at its sets of parameters, and of tests.
+
+    They are kept in `folder` as they come, and a recording that was broken off goes on behind the last whole step.
 
     Raises:
         RuntimeError: one of them failed, so that calls would be missing.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        hook, calls, output = (Path(temporary, name) for name in ("hook", "calls", "output"))
-        hook.mkdir()
-        calls.mkdir()
-        environment = watching(hook, calls)
-        for name, sets in notebooks.items():
-            for parameters in sets:
-                print(f"recording {name}", file=sys.stderr, flush=True)
-                options = {"folder": CHECKOUT / "notebooks", "output": output, "environment": environment}
-                if runner.run([name], parameters, **options, quiet=True):
-                    raise RuntimeError(f"{name} failed at {dict(parameters)}")
-        if tests:
-            print("recording tests", file=sys.stderr, flush=True)
-            command = [sys.executable, "-m", "pytest", *tests, "-n", "2", "-q", "-p", "no:cacheprovider"]
-            if subprocess.run(command, cwd=CHECKOUT, env=os.environ | environment, check=False).returncode:
-                raise RuntimeError(f"{' '.join(command[2:])} failed")
-        return launches.gathered(calls)
+
+    def once(step: str, take: Callable[[dict[str, str]], int]) -> None:
+        done = folder / f"{_digest((), step)}.whole"
+        if done.exists():
+            return
+        print(f"recording {step}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as hook:
+            if take(watching(Path(hook), folder)):
+                raise RuntimeError(f"{step} failed")
+        done.touch()
+
+    def notebook(name: str, parameters: Mapping[str, object]) -> Callable[[dict[str, str]], int]:
+        def take(environment: dict[str, str]) -> int:
+            with tempfile.TemporaryDirectory() as output:
+                options = {"folder": CHECKOUT / "notebooks", "output": Path(output), "environment": environment}
+                return runner.run([name], parameters, **options, quiet=True, cell_timeout=CELL_TIMEOUT_S)
+
+        return take
+
+    def suite(environment: dict[str, str]) -> int:
+        command = [sys.executable, "-m", "pytest", *tests, "-n", "2", "-q", "-p", "no:cacheprovider"]
+        return subprocess.run(command, cwd=CHECKOUT, env=os.environ | environment, check=False).returncode
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, sets in notebooks.items():
+        for parameters in sets:
+            once(f"{name} {json.dumps(dict(parameters))}", notebook(name, parameters))
+    if tests:
+        once("tests", suite)
+    return launches.gathered(folder)
 
 
 def _digest(paths: Iterable[Path], text: str = "") -> str:
@@ -116,9 +138,11 @@ def all_calls() -> Path:
 
     sources = [path for room in ("cascade_lab", "tests") for path in (CHECKOUT / room).rglob("*.py")]
     sources += (CHECKOUT / "notebooks").glob("*.ipynb")
-    path = WORK / f"calls-{_digest(sources)}.jsonl"
+    digest = _digest(sources)
+    path = WORK / f"calls-{digest}.jsonl"
     if not path.is_file():
-        calls = record_calls({name: [{}, *sets.values()] for name, sets in PARAMETER_SETS.items()}, KERNEL_TESTS)
+        sets = {name: [{}, *sets.values()] for name, sets in PARAMETER_SETS.items()}
+        calls = record_calls(sets, KERNEL_TESTS, WORK / f"recorded-{digest}")
         _write_lines(path, calls)
     return path
 

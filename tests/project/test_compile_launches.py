@@ -36,9 +36,35 @@ def test_a_program_under_the_hook_records_its_calls_once(tmp_path):
     ]
 
 
-def test_a_notebook_that_fails_leaves_no_record_that_lacks_its_calls():
-    with pytest.raises(RuntimeError, match="04_other_regions failed at {'hit_ratio': 2.0}"):
-        tool.record_calls({"04_other_regions": [{"hit_ratio": 2.0}]}, ())
+def test_a_notebook_that_fails_leaves_no_record_that_lacks_its_calls(tmp_path):
+    with pytest.raises(RuntimeError, match='04_other_regions {"hit_ratio": 2.0} failed'):
+        tool.record_calls({"04_other_regions": [{"hit_ratio": 2.0}]}, (), tmp_path)
+    assert list(tmp_path.glob("*whole")) == []
+
+
+def test_a_recording_that_was_broken_off_goes_on_behind_its_last_step(tmp_path, monkeypatch):
+    """One of two sets fails the first time; the second recording takes that set alone, and has the calls of both."""
+    ran, failing = [], [True]
+
+    def run(names, parameters, *, environment, **options):
+        ran.append(parameters["seed"])
+        if parameters["seed"] == 2 and failing:
+            failing.clear()
+            return 1
+        (tmp_path / f"{parameters['seed']}.jsonl").write_text(json.dumps({"seed": parameters["seed"]}) + "\n")
+        return 0
+
+    monkeypatch.setattr(tool.runner, "run", run)
+    sets = {"01_lse_splitting": [{"seed": 1}, {"seed": 2}]}
+    with pytest.raises(RuntimeError, match='{"seed": 2} failed'):
+        tool.record_calls(sets, (), tmp_path)
+    assert tool.record_calls(sets, (), tmp_path) == [{"seed": 1}, {"seed": 2}]
+    assert ran == [1, 2, 2]
+
+
+def test_the_tests_that_are_recorded_launch_kernels():
+    assert {"tests/core/test_attention.py", "tests/core/test_states.py"} < set(tool.KERNEL_TESTS)
+    assert "tests/core/test_traces.py" not in tool.KERNEL_TESTS
 
 
 def merge(dtype, dim):
