@@ -21,6 +21,8 @@ INTERPRETED, ON_A_GPU = "interpreted", "on a GPU"
 EXECUTED = {"sm_80": "executed sm_80", "sm_90": "executed sm_90"}
 MODES = (INTERPRETED, *EXECUTED.values(), ON_A_GPU)
 COLUMN = "held in"
+MARKS = {INTERPRETED: "I", "executed sm_80": "80", "executed sm_90": "90", ON_A_GPU: "GPU"}
+"""One mark for each mode, where a column has no room for its name."""
 
 Held = dict[tuple[str, str, str], tuple[str, ...]]
 

@@ -1,4 +1,4 @@
-"""The site: index with the thesis and the table of claims, the notebooks as pages, an explorer of the two ledgers, the
+"""The site: a home page with the thesis, the notebooks as pages, the table of claims, an explorer of the two ledgers, the
 API reference, what other programs can reuse, the notation, and a map of the package. What is translated comes a second
 time, below zh/.
 
@@ -13,9 +13,10 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cascade_lab import files
 from cascade_lab.book import canonical, editions, modes
@@ -23,8 +24,11 @@ from cascade_lab.book.execution import load
 from cascade_lab.book.export import picture, render, to_html, words
 from cascade_lab.book.parameters import NotebookError
 from cascade_lab.book.runner import select
-from cascade_lab.evidence.claims import COLUMNS, FAILS, Claim, gather
+from cascade_lab.evidence.claims import COLUMNS, FAILS, INSTRUMENTS, Claim, gather
 from cascade_lab.files import UsageError
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 _ROW = re.compile(r"^\|\s*\[\w+\]\(notebooks/(?P<name>\w+)\.ipynb\)\s*\|(?P<claim>[^|]+)\|.*\|(?P<figure>[^|]*)\|\s*$")
 _FIGURE = re.compile(r'src="(?P<file>[^"]+)".*?alt="(?P<alt>[^"]*)"')
@@ -35,20 +39,31 @@ _SWITCH = re.compile(r"^\[English\]\(README\.md\) .*\n+", re.MULTILINE)
 EXPLORERS = {"02_cascade_read_volume": "verify", "03_prefix_hit_area": "hit"}
 """The part of the explorer that the page of a notebook ends with."""
 
+PICTURES = {"01_lse_splitting": "01_split"}
+"""Figures that say on the home page what a notebook claims, where the one in README's table says something else."""
+
+# the pages that README's introduction links to as files
+_PAGE_LINK = re.compile(r"\]\((?:notebooks/(\w+)\.ipynb|(SHEET)\.md)\)")
 # to a file beside README, of which the site has no page
 _LOCAL_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)[^)]+\)")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One notebook on the index: name, title and claim as HTML, picture, judged claims, and by id where they held."""
+    """One notebook on the home page and in the table of claims.
+
+    Attributes:
+        title: as HTML, like `claim` and `picture`.
+        claims: as they were judged.
+        held: by the id of a claim, the modes in which it is recorded to hold.
+    """
 
     name: str
     title: str
     claim: str
     picture: str
     claims: tuple[Claim, ...]
-    held: dict[str, str]
+    held: dict[str, tuple[str, ...]]
 
 
 def build(folder: Path, output: Path) -> int:
@@ -112,12 +127,13 @@ def _pages(
     from cascade_lab.book.mathml import numbers
 
     paths = select(folder)
-    title, introduction, drawn = _introduction(readme, folder.parent)
+    title, opening, drawn, introduction = _introduction(readme, folder.parent)
     reuse, sheet = folder.parent / "REUSE.md", folder.parent / "SHEET.md"
     english, labels = language == "en", words(language)["navigation"]
     navigation = [
         ("index.html", title, title),
         *([("sheet.html", "Sheet", "Everything on one page")] if sheet.is_file() else []),
+        ("claims.html", "Claims", "Claims"),
         ("explorer.html", "Explorer", "Explorer"),
         ("api/index.html", "API", "API reference"),
         *([("reuse.html", "Reuse", "Reuse from other programs")] if reuse.is_file() else []),
@@ -161,6 +177,7 @@ def _pages(
             yield here, page
         heading = re.search(r"^# (.+)$", notebook.cells[0].source, re.MULTILINE)
         claim, image = _row(readme, path.stem, folder.parent)
+        image = _figure(notebook, PICTURES.get(path.stem), folder.parent) or image
         entries.append(
             Entry(
                 path.stem,
@@ -168,7 +185,7 @@ def _pages(
                 _inline(claim),
                 image,
                 tuple(claims),
-                {c.id: modes.text(known.get((path.stem, c.id, c.statement), ())) for c in claims},
+                {c.id: known.get((path.stem, c.id, c.statement), ()) for c in claims},
             )
         )
     yield (
@@ -176,15 +193,14 @@ def _pages(
         render(
             "index.html.j2",
             title=title,
-            introduction=markdown.to_html(introduction),
+            opening=markdown.to_html(opening),
             picture=drawn,
+            introduction=markdown.to_html(introduction),
             notebooks=entries,
-            columns=(*COLUMNS, modes.COLUMN),
-            count=sum(len(entry.claims) for entry in entries),
+            counts=_counts(entries),
             navigation=navigation,
             root="",
             here="index.html",
-            claims_page="" if english else "../index.html",
             language=language,
             other=edition.other("index.html", language),
         ),
@@ -195,6 +211,20 @@ def _pages(
         yield "sheet.html", sheet_page.page(sheet, navigation, **in_language)
     if not english:
         return
+    yield (
+        "claims.html",
+        render(
+            "claims.html.j2",
+            title="Claims",
+            notebooks=entries,
+            columns=(*COLUMNS, modes.COLUMN),
+            counts=_counts(entries),
+            marks=modes.MARKS,
+            navigation=navigation,
+            root="",
+            here="claims.html",
+        ),
+    )
     thesis = next((part for part in introduction.split("\n\n") if part.startswith("**The thesis.**")), "")
     yield (
         "explorer.html",
@@ -235,16 +265,37 @@ def _texts(path: Path) -> list[str]:
         return []
 
 
-def _introduction(readme: str, root: Path) -> tuple[str, str, str]:
-    """Title, text and picture of README up to its first section; the picture as drawn in the SVG beside its bitmap."""
+def _counts(entries: Sequence[Entry]) -> dict[str, int]:
+    """How many claims there are as "all", and how many by instrument and by the mode in which they held."""
+    claims = [claim for entry in entries for claim in entry.claims]
+    held = [mode for entry in entries for found in entry.held.values() for mode in found]
+    kinds = {name: sum(claim.instrument == name for claim in claims) for name in INSTRUMENTS}
+    return {"all": len(claims)} | kinds | {mode: held.count(mode) for mode in modes.MODES}
+
+
+def _introduction(readme: str, root: Path) -> tuple[str, str, str, str]:
+    """Title, and what stands above the picture, the picture and what stands below it, up to README's first section.
+
+    The picture is as drawn in the SVG beside its bitmap.
+    """
     head = readme.split("\n## ", 1)[0]
     title, _, text = head.partition("\n")
     text = _SWITCH.sub("", text)
-    image, found = "", _PICTURE.search(text)
-    if found:
-        text = text.replace(found[0], "")
-        image = _drawn(root / found["file"], found["alt"])
-    return title.removeprefix("# ").strip(), text.replace("](SHEET.md)", "](sheet.html)").strip(), image
+    text = _PAGE_LINK.sub(lambda found: f"]({found[1] or found[2].lower()}.html)", text)
+    found = _PICTURE.search(text)
+    if not found:
+        return title.removeprefix("# ").strip(), text.strip(), "", ""
+    above, below = text[: found.start()].strip(), text[found.end() :].strip()
+    return title.removeprefix("# ").strip(), above, _drawn(root / found["file"], found["alt"]), below
+
+
+def _figure(notebook: NotebookNode, name: str | None, root: Path) -> str:
+    """A figure of a notebook by its name, as drawn, with the alternative text that it has there; empty without one."""
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        about = output.get("metadata", {}).get("image/png", {})
+        if name and about.get("figure") == name:
+            return _drawn(root / "figures" / f"{name}.svg", about["alt"])
+    return ""
 
 
 def _drawn(bitmap: Path, alt: str) -> str:

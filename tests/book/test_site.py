@@ -25,7 +25,7 @@ from cascade_lab import book, cli
 from cascade_lab.book import api_pages, editions, export, layout, modes, runner, site
 from cascade_lab.book.mathml import FormulaError, to_mathml
 from cascade_lab.book.parameters import NotebookError
-from cascade_lab.evidence.claims import MIME, gather
+from cascade_lab.evidence.claims import INSTRUMENTS, MIME, gather
 from cascade_lab.files import UsageError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -63,8 +63,8 @@ def plain(tex):
 
 
 def test_the_site_has_a_page_for_everything(pages):
-    expected = {f"{name}.html" for name in ("index", "sheet", "explorer", "reuse", "notation", "map", "api/index")}
-    expected |= {f"{name}.html" for name in NOTEBOOKS}
+    expected = {f"{name}.html" for name in ("index", "sheet", "claims", "explorer", "reuse", "notation", "map")}
+    expected |= {f"{name}.html" for name in (*NOTEBOOKS, "api/index")}
     expected |= {f"api/{name}.html" for name in api_pages.module_names()}
     assert editions.read(CHECKOUT / "notebooks").pages <= expected
     expected |= {f"zh/{name}" for name in TRANSLATED}
@@ -139,9 +139,19 @@ def test_the_index_shows_the_thesis_of_the_readme_and_every_notebook(pages):
     first = index.find("img")
     assert first["alt"] == alt
     assert first["src"].startswith("data:image/svg+xml;base64,")
-    introduction = re.sub(r"^(!\[|\[English\]).+\n", "", introduction, flags=re.MULTILINE)
-    introduction = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", introduction)
-    assert " ".join(introduction.split()) in text
+    assert first["src"].endswith(base64.b64encode((CHECKOUT / "figures" / "03_two_savings.svg").read_bytes()).decode())
+    above, below = (getattr(first.parent, f"find_{side}_sibling")("p") for side in ("previous", "next"))
+    assert above.get_text().startswith("A draft is a guess")
+    assert below.get_text().startswith("The thesis. A plan has two ledgers")
+    parts = [part for part in introduction.strip().split("\n\n") if not part.startswith(("![", "[English]"))]
+    table = [part for part in parts if part.startswith("|")]
+    for part in set(parts) - set(table):
+        assert " ".join(re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", part).split()) in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in "\n".join(table).splitlines()]
+    shown = [[cell.get_text() for cell in row.find_all(["th", "td"])] for row in index.table.find_all("tr")]
+    assert shown == [rows[0], *rows[2:]]
+    for link in re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", introduction):
+        assert below.find_next_sibling("p").find_parent().find("a", href=f"{link}.html", string=re.compile("^notebook"))
     assert "A plan has two ledgers" in " ".join(pages["explorer.html"].get_text().split())
     for name, path in NOTEBOOKS.items():
         heading = index.select_one(f'h3 a[href="{name}.html"]')
@@ -150,18 +160,59 @@ def test_the_index_shows_the_thesis_of_the_readme_and_every_notebook(pages):
         row = next(line for line in README.splitlines() if line.startswith(f"| [{name}]"))
         entry = heading.find_parent("section")
         assert entry.p.get_text() == row.split("|")[2].strip()
-        assert entry.img["alt"] == re.search(r'alt="([^"]+)"', row)[1]
+        figure, alt = re.search(r'src="figures/(\w+)\.png".*alt="([^"]+)"', row).groups()
+        if name in site.PICTURES:
+            figure = site.PICTURES[name]
+            outputs = [o for cell in nbformat.read(path, as_version=4).cells for o in cell.get("outputs", [])]
+            about = [o.metadata["image/png"] for o in outputs if "image/png" in o.get("data", {})]
+            (alt,) = [each["alt"] for each in about if each.get("figure") == figure]
+        assert entry.img["alt"] == alt
+        drawn = base64.b64decode(entry.img["src"].removeprefix("data:image/svg+xml;base64,"))
+        assert drawn == (CHECKOUT / "figures" / f"{figure}.svg").read_bytes()
+
+
+def test_the_home_page_counts_the_claims_and_leads_to_their_table(pages):
+    made = {name: gather(nbformat.read(path, as_version=4)) for name, path in NOTEBOOKS.items()}
+    kinds = [claim.instrument for claims in made.values() for claim in claims]
+    line = pages["index.html"].find(id="claims").find_next("p")
+    assert line.a.get_text() == f"All {len(kinds)} claims"
+    assert [int(found) for found in re.findall(r"\d+", line.get_text().replace("float64", ""))] == [
+        len(kinds),
+        *(kinds.count(name) for name in INSTRUMENTS),
+    ]
+    for name, claims in made.items():
+        for page, root in (("index.html", ""), ("zh/index.html", "../")):
+            short = pages[page].find("p", id=f"claims-{name}")  # addresses of the time when the table stood here
+            assert short.get_text().startswith(str(len(claims)))
+            assert short.a["href"] == f"{root}claims.html#claims-{name}"
+
+
+@pytest.mark.parametrize("home", ["index.html", "zh/index.html"])
+def test_the_navigation_says_what_each_notebook_is_about(home, pages):
+    links = {link["href"].removeprefix("../"): link.get_text() for link in pages[home].nav.find_all("a")}
+    said = {name: links[f"{name}.html"] for name in NOTEBOOKS}
+    for name, text in said.items():
+        number, _, subject = text.partition(" ")
+        assert number == name.partition("_")[0]
+        assert 2 <= len(subject) <= 16, text
+    assert len(set(said.values())) == len(said)
 
 
 def test_every_claim_is_in_the_table_with_its_values_and_a_link_to_its_place(pages):
     total = 0
     for name, path in NOTEBOOKS.items():
         claims = gather(nbformat.read(path, as_version=4))
-        table = pages["index.html"].find("div", attrs={"aria-label": f"Claims of {name}"}).table
+        table = pages["claims.html"].find("div", attrs={"aria-label": f"Claims of {name}"}).table
+        assert table.parent.find_previous("h2").a["href"] == f"{name}.html"
         header = [cell.get_text() for cell in table.thead.find_all("th")]
         assert header == ["id", "statement", "instrument", "expected", "measured", "verdict", "held in"]
         rows = [[cell.get_text() for cell in row.find_all(["th", "td"])] for row in table.tbody.find_all("tr")]
-        where = [modes.text(HELD.get((name, c.id, c.statement), ())) for c in claims]
+        held = [HELD.get((name, c.id, c.statement), ()) for c in claims]
+        where = [" ".join(modes.MARKS[mode] for mode in found) for found in held]
+        rows_of = table.tbody.find_all("tr")
+        assert [[mark["title"] for mark in row.find_all("abbr")] for row in rows_of] == [list(each) for each in held]
+        assert [row["id"] for row in rows_of] == [f"claim-{c.id}" for c in claims]
+        assert [row.th.a["href"] for row in rows_of] == [f"{name}.html#claim-{c.id}" for c in claims]
         values = [[c.id, c.statement, c.instrument, c.expected, c.measured or "", c.verdict] for c in claims]
         assert rows == [[*row, place] for row, place in zip(values, where, strict=True)]
         places = {place["id"]: place.get_text() for place in pages[f"{name}.html"].find_all("div", class_="claim")}
@@ -169,7 +220,12 @@ def test_every_claim_is_in_the_table_with_its_values_and_a_link_to_its_place(pag
             assert f"{claim.id} {claim.verdict}: {claim.statement}" in places[f"claim-{claim.id}"]
         total += len(claims)
     assert total > 200
-    assert f"{total} claims" in pages["index.html"].find(id="claims").find_next("p").get_text()
+    page = pages["claims.html"]
+    assert page.find("p").get_text().startswith(f"{total} claims")
+    legend = {item.get_text().split(",")[0].split(" and ")[0] for item in page.main.ul.find_all("li")}
+    assert legend == {"I", "80", "GPU"}
+    told = [int(number) for number in re.findall(r"(\d+)(?= and \d+ claims| claims)", page.main.ul.get_text())]
+    assert told == [number for number in modes.counts(HELD).values() if number]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -214,9 +270,8 @@ def test_a_translated_page_has_the_code_the_outputs_and_the_sections_of_the_engl
     shown = [[block.get_text() for block in page.find_all("pre")] for page in both]
     assert shown[0] == shown[1]
     assert shown[0] or name == "index.html"
-    if name != "index.html":  # its claims are on the English page alone
-        ids = [[each["id"] for each in page.find_all(re.compile("^h[1-6]$"), id=True)] for page in both]
-        assert ids[0] == ids[1]
+    ids = [[each["id"] for each in page.find_all(re.compile("^h[1-6]$"), id=True)] for page in both]
+    assert ids[0] == ids[1]
     if name.removesuffix(".html") in NOTEBOOKS:
         for kind in ("code", "claim", "picture"):
             shown = [[str(block) for block in page.find_all(class_=kind)] for page in both]
@@ -232,8 +287,6 @@ def test_a_translated_page_and_the_english_one_lead_to_each_other_section_by_sec
         assert page.find("link", rel="alternate") == page.find("link", hreflang=language, href=there)
         sections = [heading["id"] for heading in page.find_all("h2", id=True)]
         linked = [a["href"] for a in page.find_all("a", class_="elsewhere", hreflang=language)]
-        if name == "index.html":
-            sections = ["notebooks"]
         assert linked == [f"{there}#{id}" for id in sections]
     for name in set(pages) - {*TRANSLATED, *(f"zh/{name}" for name in TRANSLATED)}:
         assert not pages[name].find(hreflang=True), name

@@ -20,7 +20,7 @@ from tests.browser.conftest import CHECKOUT
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
 NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
-PAGES = ["index", "sheet", "explorer", "reuse", "notation", "map", *NOTEBOOKS, "api/index"]
+PAGES = ["index", "sheet", "claims", "explorer", "reuse", "notation", "map", *NOTEBOOKS, "api/index"]
 PAGES += [f"api/{name}" for name in api_pages.module_names()]
 WIDTHS = {"desk": 1280, "phone": 360}
 
@@ -157,10 +157,28 @@ def test_figures_are_drawn_as_vectors_and_as_wide_as_in_the_notebook(name, page,
     assert all(600 <= width <= 928 for _, kind, width in found if kind == "image/svg+xml")
 
 
+def test_the_home_page_is_short_and_the_labels_of_its_figures_can_be_read(page, folder):
+    page.goto((folder / "index.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollHeight") < 8000
+    sizes = page.eval_on_selector_all(
+        ".entry img", "all => all.map(i => [i.getBoundingClientRect().width, i.naturalWidth])"
+    )
+    assert len(sizes) == len(NOTEBOOKS)
+    assert all(9 * 96 / 72 * width / natural >= 9.9 for width, natural in sizes)  # figures are set in 9 points
+
+
+def test_the_table_of_claims_shows_all_its_columns_on_a_desk(page, folder):
+    page.goto((folder / "claims.html").as_uri())
+    cut = page.eval_on_selector_all(".scroll", "all => all.filter(x => x.scrollWidth > x.clientWidth + 1).length")
+    assert cut == 0
+    lines = page.eval_on_selector_all(".claims tbody tr", "all => all.map(x => x.clientHeight)")
+    assert sorted(lines)[len(lines) // 2] < 60  # two lines
+
+
 @pytest.mark.parametrize("width", [360, 390])
 @pytest.mark.parametrize(
     ("name", "numbers"),
-    [("explorer", ".ledgers td.number"), ("index", ".claims td"), ("notation", "tbody td"), (NOTEBOOKS[0], "tbody td")],
+    [("explorer", ".ledgers td.number"), ("claims", ".claims td"), ("notation", "tbody td"), (NOTEBOOKS[0], "tbody td")],
 )
 def test_numbers_of_a_table_are_in_view_on_a_phone(name, numbers, width, page, folder):
     page.set_viewport_size({"width": width, "height": 800})

@@ -131,3 +131,28 @@ def test_the_versions_named_are_the_pinned_ones():
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (CHECKOUT / "constraints.txt").read_text(), re.MULTILINE))
     for name in ("torch", "triton", "NumPy"):
         assert f"{name} {pinned[name.lower()]}" in README
+
+
+def test_the_table_of_the_thesis_has_the_counts_of_the_ledger():
+    head = README.split("\n## ", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in head.splitlines() if line[:1] == "|"][2:]
+    branches = cl.VerifyBatch([24], [cl.DraftTree.branches(4, 3)], rows="branch")
+    changes = [
+        [cl.ledger(branches.levels(plan)) for plan in ("naive", "cascade")],
+        [cl.ledger(cl.prefix_hit_levels([8], [hit])) for hit in (0, 4)],
+    ]
+    counts = {
+        "*pairs*": lambda ledger: ledger.pairs,
+        "*distinct* keys": lambda ledger: ledger.kv_tokens_unique,
+        "reads *per request*": lambda ledger: ledger.kv_tokens,
+        "reads *per row tile*": lambda ledger: ledger.tile_tokens(4),
+    }
+    assert len(rows) == len(counts)
+    for (name, *cells), (kind, count) in zip(rows, counts.items(), strict=True):
+        assert name.startswith(kind)
+        for cell, plans in zip(cells, changes, strict=True):
+            before, after = (count(ledger) for ledger in plans)
+            said = f"{before} → {after}"
+            assert cell == (said if before == after else f"**{said}**")
+    assert "all 12 rows of the branches loads 36" in head
+    assert (branches.num_rows, changes[0][1].tile_tokens(12)) == (12, 36)
