@@ -290,11 +290,11 @@ def _introduction(readme: str, root: Path) -> tuple[str, str, str, str]:
 
 
 def _figure(notebook: NotebookNode, name: str | None, root: Path) -> str:
-    """A figure of a notebook by its name, as drawn, with the alternative text that it has there; empty without one."""
-    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
-        about = output.get("metadata", {}).get("image/png", {})
-        if name and about.get("figure") == name:
-            return _drawn(root / "figures" / f"{name}.svg", about["alt"])
+    """A figure by the name under which a notebook shows it, as drawn, with its alternative text; empty without one."""
+    for cell in notebook.cells if name else ():
+        for output in cell.get("outputs", []) if f'"{name}"' in cell.source else ():
+            if "image/png" in output.get("data", {}):
+                return _drawn(root / "figures" / f"{name}.svg", output.metadata["image/png"]["alt"])
     return ""
 
 

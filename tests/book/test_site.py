@@ -163,9 +163,8 @@ def test_the_index_shows_the_thesis_of_the_readme_and_every_notebook(pages):
         figure, alt = re.search(r'src="figures/(\w+)\.png".*alt="([^"]+)"', row).groups()
         if name in site.PICTURES:
             figure = site.PICTURES[name]
-            outputs = [o for cell in nbformat.read(path, as_version=4).cells for o in cell.get("outputs", [])]
-            about = [o.metadata["image/png"] for o in outputs if "image/png" in o.get("data", {})]
-            (alt,) = [each["alt"] for each in about if each.get("figure") == figure]
+            (cell,) = [cell for cell in nbformat.read(path, as_version=4).cells if f'"{figure}"' in cell.source]
+            (alt,) = [o.metadata["image/png"]["alt"] for o in cell.outputs if "image/png" in o.get("data", {})]
         assert entry.img["alt"] == alt
         drawn = base64.b64decode(entry.img["src"].removeprefix("data:image/svg+xml;base64,"))
         assert drawn == (CHECKOUT / "figures" / f"{figure}.svg").read_bytes()
