@@ -1,6 +1,6 @@
-"""The site: a home page with the thesis, the notebooks as pages, the table of claims, an explorer of the two ledgers, the
-API reference, what other programs can reuse, the notation, and a map of the package. What is translated comes a second
-time, below zh/.
+"""The site: a home page with the thesis, the notebooks as pages, the table of claims, an explorer of the two ledgers,
+the API reference, what other programs can reuse, the notation, and a map of the package. What is translated comes a
+second time, below zh/.
 
 It is made in seconds from the notebooks as they are kept, for these carry their outputs, and `check` proves them fresh;
 nothing is executed. Every page holds all it needs, so the site works from a folder, from an archive or without network.

@@ -178,7 +178,12 @@ def test_the_table_of_claims_shows_all_its_columns_on_a_desk(page, folder):
 @pytest.mark.parametrize("width", [360, 390])
 @pytest.mark.parametrize(
     ("name", "numbers"),
-    [("explorer", ".ledgers td.number"), ("claims", ".claims td"), ("notation", "tbody td"), (NOTEBOOKS[0], "tbody td")],
+    [
+        ("explorer", ".ledgers td.number"),
+        ("claims", ".claims td"),
+        ("notation", "tbody td"),
+        (NOTEBOOKS[0], "tbody td"),
+    ],
 )
 def test_numbers_of_a_table_are_in_view_on_a_phone(name, numbers, width, page, folder):
     page.set_viewport_size({"width": width, "height": 800})
