@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import cascade_lab as cl
-from cascade_lab.book import api_pages, canonical, site
+from cascade_lab.book import api_pages, canonical, editions, site
 from cascade_lab.book.execution import load
 from cascade_lab.drafts import ROWS
 from tests.browser.conftest import CHECKOUT
@@ -22,6 +22,8 @@ AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
 NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
 PAGES = ["index", "sheet", "claims", "explorer", "reuse", "notation", "map", *NOTEBOOKS, "api/index"]
 PAGES += [f"api/{name}" for name in api_pages.module_names()]
+TRANSLATED = sorted(name.removesuffix(".html") for name in editions.read(CHECKOUT / "notebooks").pages)
+PAGES += [f"zh/{name}" for name in TRANSLATED]
 WIDTHS = {"desk": 1280, "phone": 360}
 
 
@@ -490,3 +492,18 @@ def test_the_sheet_prints_on_one_page_in_a_size_that_can_be_read(name, paper, pa
     assert len(set(tops)) == 2  # columns
     page.evaluate("{ const sheet = document.querySelector('.sheet'); sheet.append(sheet.cloneNode(true)); }")
     assert printed(page, paper) > 1
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_a_reader_changes_the_language_and_stays_in_the_section(name, page, folder):
+    page.goto((folder / f"{name}.html").as_uri())
+    page.click("header a[hreflang='zh-Hans']")
+    assert page.url == (folder / "zh" / f"{name}.html").as_uri()
+    assert page.evaluate("getComputedStyle(document.body).fontFamily.includes('PingFang SC')")
+    place, _, section = page.locator("a.elsewhere").last.get_attribute("href").partition("#")
+    page.locator("a.elsewhere").last.click()
+    assert page.url.startswith((folder / f"{name}.html").as_uri() + "#")
+    heading = page.locator(f"[id='{unquote(section)}']")
+    heading.wait_for(state="visible")
+    assert page.evaluate("window.scrollY") > 0
+    assert "English" not in page.locator("header").inner_text()
