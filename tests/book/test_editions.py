@@ -25,7 +25,7 @@ def test_a_translation_is_of_todays_english_text(name):
 
 
 def test_readme_the_sheet_and_the_first_notebooks_are_translated():
-    names = ("01_lse_splitting", "03_prefix_hit_area")
+    names = ("01_lse_splitting", "02_cascade_read_volume", "03_prefix_hit_area")
     assert set(DOCUMENTS) == {"README.md", "SHEET.md", *(f"notebooks/{name}.ipynb" for name in names)}
 
 
