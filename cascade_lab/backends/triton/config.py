@@ -73,8 +73,8 @@ _FULL_TILES = {
     64: (
         Tile(16, 32, 4, 2),
         Tile(32, 32, 8, 1, max_registers=255),
-        Tile(64, 32, 16, 1),
-        Tile(128, 16, 16, 1),
+        Tile(64, 32, 16, 1, max_registers=128),
+        Tile(128, 16, 16, 1, max_registers=128),
     ),
     128: (*(Tile(m, 16, 8, 1, max_registers=255) for m in (16, 32)), Tile(64, 16, 16, 1)),
     256: (Tile(16, 16, 8, 1, max_registers=255), *(Tile(m, 16, 16, 1) for m in (32, 64))),
