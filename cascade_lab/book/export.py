@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.book.parameters import NotebookError
-from cascade_lab.evidence.claims import MIME
+from cascade_lab.evidence.claims import COLUMNS, MIME
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -185,6 +185,8 @@ def _output(output: NotebookNode, headings: list, figures: Path | None) -> str:
     data = output.get("data", {})
     if "text/markdown" in data:
         text = markdown.to_html(data["text/markdown"], headings=headings)
+        if str(data["text/markdown"]).startswith(f"| {' | '.join(COLUMNS)} |"):
+            text = text.replace("<table>", '<table class="claims">')
         if MIME not in data:
             return f'<div class="note">{text}</div>'
         return f'<div class="claim" id="claim-{html.escape(data[MIME]["id"])}">{text}</div>'

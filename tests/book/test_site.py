@@ -217,6 +217,8 @@ def test_every_claim_is_in_the_table_with_its_values_and_a_link_to_its_place(pag
         places = {place["id"]: place.get_text() for place in pages[f"{name}.html"].find_all("div", class_="claim")}
         for claim in claims:
             assert f"{claim.id} {claim.verdict}: {claim.statement}" in places[f"claim-{claim.id}"]
+        (own,) = pages[f"{name}.html"].select("table.claims")
+        assert [row.td.get_text() for row in own.tbody.find_all("tr")] == [claim.id for claim in claims]
         total += len(claims)
     assert total > 200
     page = pages["claims.html"]

@@ -268,37 +268,36 @@ def test_headings_have_the_ids_of_the_site_and_hidden_source_is_collapsed(name, 
 
 
 def test_a_link_to_a_section_leads_there_in_this_notebook_and_in_another(server, page):
+    """JupyterLab looks for a section before a notebook that it just opens is drawn, so the other is open already."""
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    long = "\n\n".join(["line"] * 120)
+    heading, link = "## It's one: a law, again", "#It's-one:-a-law,-again"
     texts = {
-        "links_from": "# From\n\n[here](#It's-one:-a-law,-again) [there](links_to.ipynb#It's-one:-a-law,-again)"
-        f"\n\n{long}"
-        "\n\n## It's one: a law, again\n\nreached here",
-        "links_to": f"# To\n\n{long}\n\n## It's one: a law, again\n\nreached there\n\n{long}",
+        "links_to": ["# To", *["line\n\n" * 60] * 2, f"{heading}\n\nreached there", "line\n\n" * 60],
+        "links_from": [f"# From\n\n[here]({link}) [there](links_to.ipynb{link})", "line\n\n" * 60]
+        + [f"{heading}\n\nreached here"],
     }
-    for name, text in texts.items():
-        notebook = nbformat.v4.new_notebook(
-            cells=[nbformat.v4.new_markdown_cell(text)], metadata={"kernelspec": kernel}
-        )
+    for name, cells in texts.items():
+        markdown_cells = [nbformat.v4.new_markdown_cell(text) for text in cells]
+        notebook = nbformat.v4.new_notebook(cells=markdown_cells, metadata={"kernelspec": kernel})
         nbformat.write(notebook, server.root / f"{name}.ipynb")
-    page.goto(f"{server.url}/lab/workspaces/{secrets.token_hex(4)}/tree/links_from.ipynb?token={server.token}")
-    page.get_by_text("| Idle").wait_for(timeout=START_S * 1000)
+    workspace = f"{server.url}/lab/workspaces/{secrets.token_hex(4)}"
+    for name in texts:
+        page.goto(f"{workspace}/tree/{name}.ipynb?token={server.token}")
+        page.get_by_text("| Idle").wait_for(timeout=START_S * 1000)
     for words, said in (("here", "reached here"), ("there", "reached there")):
-        goal = page.get_by_text(said, exact=True)
-        assert goal.count() == 0 or not in_view(page, goal)
-        if words == "there":
-            page.locator(".jp-Notebook:visible").evaluate("node => { node.scrollTop = 0; }")
+        goal = page.locator(".jp-RenderedMarkdown").get_by_text(said, exact=True)
+        assert not in_view(page, goal)
         page.get_by_role("link", name=words, exact=True).click()
-        goal.wait_for()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_S
         while not in_view(page, goal):
             assert time.monotonic() < deadline, words
             page.wait_for_timeout(200)
+        page.locator(".jp-Notebook:visible").evaluate("node => { node.scrollTop = 0; }")
     end_kernels(page, server)
 
 
 def in_view(page, locator):
-    box = locator.bounding_box()
+    box = locator.bounding_box() if locator.count() and locator.is_visible() else None
     return box is not None and 0 <= box["y"] < page.viewport_size["height"] - 30
 
 
