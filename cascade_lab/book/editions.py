@@ -41,6 +41,11 @@ _ID = re.compile(r'<h([1-6])[^>]*? id="([^"]+)"')
 _ANY_ID = re.compile(r'( id="| href="#)([^"]+)(")')
 _HREF = re.compile(r'((?:<a|<link)\b[^>]*? href=")(?![a-z]+:|#|\.\./)([^"]+)')
 _SECTION = re.compile(r'<h2[^>]*? id="([^"]+)"[^>]*>.*?</h2>(?:&nbsp;<a class="permalink"[^>]*>.*?</a>)?', re.DOTALL)
+# a formula within a line and a mark behind it, which begins no line in Chinese, though browsers break before it
+_MARKED = re.compile(
+    r'((?:<a class="term"[^>]*>)?<math display="inline"(?:(?!</math>).)*</math>(?:</a>)?)([，。；：、）？！])',
+    re.DOTALL,
+)
 # what has to be the same in a passage and its translation; each is taken out before the next is looked for
 _KINDS = {
     "code blocks": _FENCE,
@@ -164,6 +169,7 @@ class Edition:
 
         labels = [f' aria-label="{words(language)["link"]}' for language in ("en", EDITION)]
         chinese = _HREF.sub(lead, chinese).replace(*labels)
+        chinese = _MARKED.sub(r'<span class="together">\1\2</span>', chinese)
         shared = {found[2] for found in _ID.finditer(english)} & {found[2] for found in _ID.finditer(chinese)}
 
         def linked(text: str, language: str) -> str:

@@ -278,6 +278,9 @@ def test_a_translated_page_has_the_code_the_outputs_and_the_sections_of_the_engl
             shown = [[str(block) for block in page.find_all(class_=kind)] for page in both]
             assert shown[0] == shown[1] != []
     assert re.search("[\u4e00-\u9fff]{4}", both[1].main.get_text())
+    for formula in both[1].find_all("math", display="inline"):
+        end = formula.parent if formula.parent.name == "a" else formula
+        assert not re.match("[，。；：、）]", str(end.next_sibling or "")) or end.find_parent(class_="together")
 
 
 @pytest.mark.parametrize("name", TRANSLATED)
