@@ -270,11 +270,10 @@ def test_headings_have_the_ids_of_the_site_and_hidden_source_is_collapsed(name, 
 def test_a_link_to_a_section_leads_there_in_this_notebook_and_in_another(server, page):
     """JupyterLab looks for a section before a notebook that it just opens is drawn, so the other is open already."""
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    heading, link = "## It's one: a law, again", "#It's-one:-a-law,-again"
     texts = {
-        "links_to": ["# To", *["line\n\n" * 60] * 2, f"{heading}\n\nreached there", "line\n\n" * 60],
-        "links_from": [f"# From\n\n[here]({link}) [there](links_to.ipynb{link})", "line\n\n" * 60]
-        + [f"{heading}\n\nreached here"],
+        "links_to": ["# To", *["line\n\n" * 60] * 2, "## It's there: a law, again\n\nreached there", "line\n\n" * 60],
+        "links_from": ["# From\n\n[here](#It's-here:-a-law,-again) [there](links_to.ipynb#It's-there:-a-law,-again)"]
+        + ["line\n\n" * 60, "## It's here: a law, again\n\nreached here"],
     }
     for name, cells in texts.items():
         markdown_cells = [nbformat.v4.new_markdown_cell(text) for text in cells]
