@@ -1,5 +1,6 @@
 """The runner believes a notebook when every cell ran and every claim stands (K71 to K86, tests/known_faults.md)."""
 
+import base64
 import json
 import os
 import re
@@ -54,7 +55,8 @@ def test_a_good_run_publishes_page_notebook_and_claims(tmp_path, monkeypatch, ca
         "claim('1.3', 'small', measured=1e-9, expected=0, tol=1e-6)",
         "from IPython.display import display\nimport base64\n"
         "pixel = base64.b64encode(b'not shown').decode()\n"
-        "display({'image/png': pixel}, raw=True, metadata={'image/png': {'alt': 'Two <bars> \"side\" by side'}})\n"
+        "about = {'alt': 'Two <bars> \"side\" by side', 'figure': 'bars'}\n"
+        "display({'image/png': pixel}, raw=True, metadata={'image/png': about})\n"
         "figures = pathlib.Path(os.environ['CASCADE_LAB_FIGURES'])\nfigures.mkdir()\n"
         "_ = (figures / 'bars.svg').write_text('<svg/>')",
         metadata={"kernelspec": {"name": "dev-env", "display_name": "dev"}},
@@ -84,6 +86,8 @@ def test_a_good_run_publishes_page_notebook_and_claims(tmp_path, monkeypatch, ca
     page = (output / "01_good.html").read_text()
     assert 'alt="Two &lt;bars&gt; &quot;side&quot; by side"' in page or "alt='Two &lt;bars&gt;" in page
     assert (output / "figures" / "bars.svg").read_text() == "<svg/>"
+    assert f"data:image/svg+xml;base64,{base64.b64encode(b'<svg/>').decode()}" in page
+    assert "data:image/png" not in page
     records = json.loads((output / "claims.json").read_text())
     assert [record["id"] for record in records] == ["1.1", "1.2", "1.3"]
     assert records[2] == {

@@ -2,9 +2,11 @@
 
 import base64
 import io
+import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,22 @@ def test_show_saves_the_same_bytes_twice_without_date_or_version(shown, monkeypa
     svg = (first / "name.svg").read_text()
     assert "dc:date" not in svg
     assert "Matplotlib v" not in svg
+
+
+def test_the_readme_shows_pictures_of_twice_the_width_that_they_have_in_their_notebooks():
+    checkout = Path(__file__).resolve().parents[2]
+    widths = {}
+    for path in sorted((checkout / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", []):
+                about = output.get("metadata", {}).get("image/png", {})
+                if "figure" in about:
+                    bitmap = base64.b64decode("".join(output["data"]["image/png"]))
+                    widths[about["figure"]] = int.from_bytes(bitmap[16:20], "big")
+    drawn = sorted((checkout / "figures").glob("*.png"))
+    assert len(drawn) > 7
+    for path in drawn:
+        assert int.from_bytes(path.read_bytes()[16:20], "big") == 2 * widths[path.stem], path.name
 
 
 def test_a_picture_that_no_two_runs_draw_alike_names_no_figure(shown, monkeypatch, tmp_path):
