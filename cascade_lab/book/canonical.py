@@ -87,6 +87,11 @@ def is_folded(cell: NotebookNode) -> bool:
     return cell.cell_type == "code" and cell.metadata.get("jupyter", {}).get("source_hidden") is True
 
 
+def outputs_folded(cell: NotebookNode) -> bool:
+    """Whether a cell's outputs, all of them claims, are hidden until a reader asks for them."""
+    return cell.cell_type == "code" and cell.metadata.get("jupyter", {}).get("outputs_hidden") is True
+
+
 def purpose(cell: NotebookNode) -> str:
     """What the comment on the first line of a code cell says, "" where no comment stands there."""
     first = cell.source.partition("\n")[0]
@@ -187,6 +192,8 @@ def _cell_problems(cell: NotebookNode) -> Iterable[str]:
         yield f"a line of {len(wide[0])} columns, at most {MAX_COLUMNS}: {wide[0][:40]!r}..."
     if folded and not purpose(cell):
         yield "folded, and its first line is no comment that says what it does"
+    if outputs_folded(cell) and (not cell.outputs or any(MIME not in x.get("data", {}) for x in cell.outputs)):
+        yield "its outputs are folded, and not all of them are claims"
     if not cell.source.strip():
         yield "empty code cell"
     elif cell.execution_count is None:

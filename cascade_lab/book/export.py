@@ -2,7 +2,7 @@
 
 Formulas are MathML, pictures and the stylesheet are inside, and what a notebook brings along is text: of raw HTML a few
 tags are kept, and of an output the richest form that cannot run (Markdown, picture, plain text) is shown. A cell whose
-source is hidden in JupyterLab is folded under what it does.
+source is hidden in JupyterLab is folded under what it does, and claims that are hidden there under how many they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_lab.book.parameters import NotebookError
-from cascade_lab.evidence.claims import COLUMNS, MIME
+from cascade_lab.evidence.claims import COLUMNS, HOLDS, MIME
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -91,12 +91,15 @@ def to_html(
             if cell.cell_type == "markdown":
                 carried = cell.get("attachments", {})
                 text = markdown.to_html(cell.source, folder=path.parent, attachments=carried, **linked)
-                cells.append({"text": text, "code": "", "purpose": "", "outputs": []})
+                if explorer and sum(level == 2 for level, *_ in headings) > 1 and not any(x["explore"] for x in cells):
+                    cells.append(_cell(explore=True))  # between the hand example and what follows it
+                cells.append(_cell(text=text))
             elif cell.cell_type == "code" and (cell.source.strip() or cell.outputs):
                 outputs = [shown for output in cell.outputs if (shown := _output(output, headings, figures))]
                 code = markdown.highlight(cell.source, lexer)
                 told = (canonical.purpose(cell) or "Code") if canonical.is_folded(cell) else ""
-                cells.append({"text": "", "code": code, "purpose": told, "outputs": outputs})
+                claims = _claims_told(cell, words(language)["folded"]) if canonical.outputs_folded(cell) else ""
+                cells.append(_cell(code=code, purpose=told, outputs=outputs, claims=claims))
         except ValueError as error:
             raise NotebookError(str(error), number) from None
     title = next((text for level, _, text in headings if level == 1), html.escape(path.stem))
@@ -114,6 +117,20 @@ def to_html(
         language=language,
         other=other,
     )
+
+
+def _cell(*, text: str = "", code: str = "", outputs: Sequence[str] = (), **folds: str | bool) -> dict:
+    """A cell as the template has it: a text, code with its outputs, or the place of the link to the explorer."""
+    return {"text": text, "code": code, "outputs": outputs} | {"purpose": "", "claims": "", "explore": False} | folds
+
+
+def _claims_told(cell: NotebookNode, told: str) -> str:
+    """The line over folded claims: a mark if all of them hold, how many, and which; "" where not all are claims."""
+    claims = [output.data[MIME] for output in cell.outputs if MIME in output.get("data", {})]
+    if not claims or len(claims) < len(cell.outputs):
+        return ""
+    mark = "✓ " if all(each["verdict"] == HOLDS for each in claims) else ""
+    return mark + told.format(count=len(claims), first=claims[0]["id"], last=claims[-1]["id"])
 
 
 def render(template: str, *, language: str = "en", other: tuple[str, str] | None = None, **values: object) -> str:

@@ -121,11 +121,12 @@ def reads_table(plans: Mapping[str, Ledger], block_m: int, counted: Mapping[str,
         block_m: packed rows of a row tile, as the launch has them.
         counted: what the kernel's read counter said of each plan; a column beside the derived one.
     """
-    lines = [f"{'plan':14}{'distinct':>10}{'per request':>13}{'per row tile':>14}"]
+    width = max(map(len, ("plan", *plans))) + 1
+    lines = [f"{'plan':{width}}{'distinct':>10}{'per request':>13}{'per row tile':>14}"]
     lines[0] += (f"{'counted':>10}" if counted else "") + f"{'pairs':>12}"
     for plan, book in plans.items():
         tiles = f"{book.tile_tokens(block_m):14}" + (f"{counted[plan]:10}" if counted else "")
-        lines.append(f"{plan:14}{book.kv_tokens_unique:10}{book.kv_tokens:13}{tiles}{book.pairs:12}")
+        lines.append(f"{plan:{width}}{book.kv_tokens_unique:10}{book.kv_tokens:13}{tiles}{book.pairs:12}")
     return "\n".join(lines)
 
 

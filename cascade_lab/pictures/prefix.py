@@ -1,4 +1,4 @@
-"""Pictures of notebook 03: the causal triangle cut by a hit, the two ledgers, executed tiles, and measured laws."""
+"""Pictures of notebook 03: the causal triangle cut by a hit, executed tiles, and measured laws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from cascade_lab.pictures.style import (
     PAIRS,
     PALE,
     PALE_PAIRS,
-    READS,
     SERIES,
     SIZE,
     figure,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cascade_lab.evidence.timing import Ratio
-    from cascade_lab.levels import Ledger
 
 
 def hit_triangle(n: int, hit: int) -> tuple[Figure, dict[str, int]]:
@@ -114,35 +112,6 @@ def hit_limit(lengths: Sequence[int], steps: int = 8) -> tuple[Figure, dict[int,
         right.set_yscale("log")
         right.set_xlabel("prompt tokens N")
         right.set_title("largest gap, limit minus exact")
-    return fig, data
-
-
-def two_ledgers(plans: Mapping[str, tuple[Ledger, Ledger]]) -> tuple[Figure, dict[str, dict[str, float]]]:
-    """Reads per request and pairs of a plan after a change, as a share of those before it; one panel per change.
-
-    Args:
-        plans: name of the change to its ledgers before and after.
-
-    Returns:
-        The figure, and per change the shares "reads" (of kv_tokens) and "pairs".
-    """
-    data = {}
-    with style():
-        fig, axes = panels(1, len(plans), sharey=True)
-        for ax, (name, (before, after)) in zip(axes, plans.items(), strict=True):
-            numbers = {"reads": (before.kv_tokens, after.kv_tokens), "pairs": (before.pairs, after.pairs)}
-            drawn = {"reads": (READS, "////"), "pairs": (PAIRS, "....")}
-            data[name] = {column: new / old for column, (old, new) in numbers.items()}
-            for x, (column, (old, new)) in enumerate(numbers.items()):
-                colour, hatch = drawn[column]
-                ax.bar(x - 0.2, 1, 0.36, facecolor=PALE, edgecolor=GREY)
-                ax.bar(x + 0.2, new / old, 0.36, facecolor="white", edgecolor=colour, hatch=hatch)
-                ax.text(x - 0.2, 1.02, f"{old:,}", ha="center", color=GREY, fontsize=7)
-                ax.text(x + 0.2, new / old + 0.02, f"{new:,}", ha="center", color=colour, fontsize=7)
-            ax.set_xticks([0, 1], ["reads per request", "query-key pairs"])
-            ax.set_title(name)
-            ax.set_ylim(0, 1.18)
-        axes[0].set_ylabel("share of the plan without it")
     return fig, data
 
 

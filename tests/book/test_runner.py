@@ -632,6 +632,7 @@ def test_what_a_page_shows_whole_breaks_no_rule(change, folder):
         ),
         (folded("# Many\n" + "\n".join(["x = 1"] * 25)), "cell 4: 26 lines of folded code, at most 25"),
         (folded("x = 1"), "cell 4: folded, and its first line is no comment"),
+        (set_cell(4, metadata={"jupyter": {"outputs_hidden": True}}), "cell 4: its outputs are folded, and not all"),
         (set_cell(4, source=f"x = '{'a' * 83}'"), "cell 4: a line of 89 columns, at most 88: \"x = 'aaa"),
         (set_cell(1, source=f"# One\n\n```python\n{'x' * 89}\n```"), "cell 1: a line of 89 columns, at most 88"),
         (set_cell(4, source="%pip install x"), "cell 4: installs packages"),

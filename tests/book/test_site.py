@@ -430,6 +430,32 @@ def test_hidden_source_is_folded_under_what_it_does_and_its_output_is_not(tmp_pa
     assert "y = 2" in page.main.get_text()
 
 
+def test_hidden_claims_are_folded_under_how_many_hold_and_whatever_else_a_cell_shows_is_not(tmp_path):
+    def told(*verdicts, more=()):
+        claims = [
+            new_output("display_data", data={MIME: {"id": f"1.{i}", "verdict": verdict}, "text/markdown": f"sum {i}"})
+            for i, verdict in enumerate(verdicts, 1)
+        ]
+        cell = new_code_cell("x = 1", outputs=[*claims, *more])
+        cell.metadata["jupyter"] = {"outputs_hidden": True}
+        page = BeautifulSoup(export.to_html(new_notebook(cells=[cell]), tmp_path / "01.ipynb"), "html.parser")
+        folds = page.main.find_all("details")
+        return [each.summary.string for each in folds], [each["id"] for x in folds for each in x.select(".claim")]
+
+    assert told("holds", "holds") == (["✓ 2 claims, 1.1 to 1.2"], ["claim-1.1", "claim-1.2"])
+    assert told("holds", "not measured here", "holds")[0] == ["3 claims, 1.1 to 1.3"]
+    assert told("holds", more=[new_output("stream", text="four")]) == ([], [])
+    assert told("fails", more=[new_output("error", ename="AssertionError", evalue="", traceback=[])]) == ([], [])
+
+
+def test_the_explorer_of_a_page_is_linked_behind_the_hand_example(pages):
+    for stem, part in site.EXPLORERS.items():
+        links = pages[f"{stem}.html"].main.find_all("a", href=f"#explore-{part}", string="Move the numbers")
+        (own,) = [each for each in links if not each.find_parent("nav")]
+        assert own.find_next("h2").get_text() == "What this notebook shows"
+        assert pages[f"{stem}.html"].find(id=f"explore-{part}")
+
+
 def test_a_figure_is_shown_in_place_of_its_bitmap_and_no_other_file_is(tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "01_a.svg").write_text("<svg/>")

@@ -87,6 +87,8 @@ def test_the_table_of_reads_names_three_counts_of_plans_and_of_hits():
         ["cascade", "1012", "1012", "1012", "12024"],
         ["fused", "1012", "1012", "1012", "12024"],
     ]
+    long = pictures.reads_table(plans | {"branch rows, cascade": plans["cascade"]}, 16).splitlines()
+    assert len({len(line) for line in long}) == 1
     hits = {f"H = {hit}": ledger(prefix_hit_levels([1024], [hit])) for hit in (0, 512, 768)}
     header, *rows = pictures.reads_table(hits, 128, {"H = 0": 4608, "H = 512": 3328, "H = 768": 1920}).splitlines()
     assert header.split()[-2:] == ["counted", "pairs"]

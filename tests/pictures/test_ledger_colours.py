@@ -22,7 +22,6 @@ SHOWN = {
     "02_cache": ["reads"],
     "03_two_savings": ["reads", "pairs"],
     "03_triangle": ["pairs"],
-    "03_ledgers": ["reads", "pairs"],
     "03_limit": ["pairs"],
     "03_tiles": ["pairs"],
     "04_by_hand": ["pairs"],

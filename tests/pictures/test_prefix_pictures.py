@@ -2,8 +2,7 @@
 
 import pytest
 
-from cascade_lab import VerifyBatch, interactions, ledger, prefix_hit_levels, remaining
-from cascade_lab.drafts import DraftTree
+from cascade_lab import interactions, remaining
 from cascade_lab.evidence.timing import Ratio
 from cascade_lab.prefix import executed_tiles
 
@@ -28,19 +27,6 @@ def test_exact_points_lie_below_the_limit_by_at_most_a_quarter_of_a_token():
     assert data[32]["h"] == [0, 0.25, 0.5, 0.75, 1]
     for n in (8, 32, 64):
         assert data[n]["gap"] == pytest.approx(1 / (4 * (n + 1)))
-
-
-def test_ledgers_show_that_a_hit_moves_pairs_and_a_cascade_reads():
-    batch = VerifyBatch([30, 12], [DraftTree.branches(3, 2)] * 2, 4, rows="branch")
-    hit = [ledger(prefix_hit_levels([40, 20], [h, 8])) for h in (0, 24)]
-    plans = {"hit": tuple(hit), "cascade": tuple(ledger(batch.levels(plan)) for plan in ("naive", "cascade"))}
-    _, data = figures.two_ledgers(plans)
-    assert data["hit"]["reads"] == 1
-    assert data["hit"]["pairs"] == (interactions(40, 24) + interactions(20, 8)) / (
-        interactions(40) + interactions(20, 8)
-    )
-    assert data["cascade"]["pairs"] == 1
-    assert data["cascade"]["reads"] == (42 + 6 * 2) / (3 * (42 + 2 * 2))
 
 
 @pytest.mark.parametrize(("n", "hit", "block_m", "block_n"), [(24, 10, 4, 4), (20, 3, 8, 4), (9, 8, 4, 2)])
