@@ -446,7 +446,7 @@ def test_every_control_of_the_explorer_has_a_name_and_is_reached_in_order(page, 
     page.goto((folder / "explorer.html").as_uri())
     page.focus("#L")
     reached = ["L"]
-    for _ in range(10):
+    for _ in range(20):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.id"))
     order = ["L", "L-number", "topk", "topk-number", "S", "S-number", "rows-branch"]
