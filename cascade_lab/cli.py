@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         "site",
         parents=[source],
         help="make web pages of the notebooks, their claims and the package",
-        description="Make a site of the committed notebooks as they are: index with the table of claims, pages, an "
+        description="Make a site of the committed notebooks as they are: home page, pages, the table of claims, an "
         "explorer of the two ledgers, API reference. It needs no network and no server.",
     )
     site.add_argument(

@@ -350,11 +350,13 @@ def write(folder: Path, output: Path) -> list[Path]:
 
 def _anchors(english: NotebookNode, chinese: NotebookNode) -> dict[str, str]:
     """JupyterLab's anchor of each English heading, and that of its translation."""
+    from cascade_lab.book.markdown import jupyterlab_id
+
     found = {}
     for one, other in zip(english.cells, chinese.cells, strict=True):
         if one.cell_type == "markdown":
             pairs = zip(_headings(one.source), _headings(other.source), strict=False)
-            found |= {before.replace(" ", "-"): after.replace(" ", "-") for before, after in pairs}
+            found |= {jupyterlab_id(before): jupyterlab_id(after) for before, after in pairs}
     return found
 
 

@@ -386,13 +386,15 @@ def _operation(func) -> str:
 
 
 def _poison(tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        return
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(math.nan)
     elif tensor.dtype != torch.bool:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(Poisoned):
     """Registers every tensor that a torch operation creates and poisons the uninitialised ones."""
 
     def __init__(self, record: Record) -> None:
@@ -406,7 +408,7 @@ class _Allocations(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         operation = _operation(func)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for output, schema in zip(outputs, func._schema.returns, strict=False):
@@ -414,8 +416,6 @@ class _Allocations(TorchDispatchMode):
                 continue
             if schema.alias_info is not None and operation != "lift_fresh":
                 continue
-            if operation in _UNINITIALISED:
-                _poison(output)
             inputs = (
                 a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.layout == torch.strided
             )
