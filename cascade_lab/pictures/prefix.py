@@ -212,7 +212,7 @@ def measured_laws(
             middle = [r.median for r in found.values()]
             spread = [[r.median - r.low for r in found.values()], [r.high - r.median for r in found.values()]]
             ax.errorbar(list(found), middle, spread, capsize=3, **look | {"linestyle": ""})
-        ax.text(0.52, 0.84, "attention, on $1 - h^2$", color=PAIRS)
+        ax.text(0.52, 0.84, "interactions, on $1 - h^2$", color=PAIRS)
         ax.text(0.48, 0.28, "linear layer, on $1 - h$", color=GREEN, ha="right")
         ax.set_ylim(0, 1.25)
         ax.set_xlabel("hit ratio h")
